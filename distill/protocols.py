@@ -1,0 +1,196 @@
+"""The seams. Each is small, loads no torch, and has one contract test run over every implementation.
+
+Wiring happens in `distill.build`; order happens in `distill.run`; nothing else knows two sides of a seam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from distill.types import (
+    Batch,
+    GenerateRequest,
+    Generation,
+    Prompt,
+    Sample,
+    ScoredSample,
+    ScoreRequest,
+    Signal,
+    SignalSpec,
+    StepResult,
+    TeacherScores,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """Where a model server is now. `incarnation` rises by one each time the program behind it was started again."""
+
+    name: str
+    url: str
+    incarnation: int
+    mesh: Mapping[str, Any] | None = None
+    """Where its weight receiver listens, as `distill.transfermesh.Endpoint.to_dict()` gives it; None when it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What a model server says of itself."""
+
+    program: str
+    version: str
+    vocab_size: int
+    context_length: int
+    weight_version: str
+    packed: bool
+    """It answers scoring requests in the packed binary form."""
+
+
+class ModelServer(Protocol):
+    """A client of one model server that speaks SGLang's native HTTP API. Every call has a deadline.
+
+    Raises ServerError when the server cannot be reached, refuses, or answers wrongly; TeacherError for scores that
+    cannot be right.
+    """
+
+    async def info(self) -> ServerInfo: ...
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]: ...
+    async def score(
+        self, requests: Sequence[ScoreRequest], spec: SignalSpec, teacher: str, expected_version: str
+    ) -> list[TeacherScores]: ...
+    async def load_weights(self, path: Path, version: str) -> None: ...
+    async def checksums(self) -> dict[str, str]:
+        """Tensor name -> xxh3-64 of its bytes as the server holds it, 16 hex digits."""
+        ...
+    async def pause(self, mode: str) -> None: ...
+    async def resume(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+class ServerHost(Protocol):
+    """Starts a model server, watches it and starts it again when it dies. One lives in each server's Ray actor."""
+
+    def start(self) -> ServerAddress: ...
+    def address(self, deadline_s: float) -> ServerAddress:
+        """Where the server is, waiting for a restart that is under way. Raises ServerError past the deadline."""
+        ...
+    def log_tail(self) -> str: ...
+    def stop(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherCaps:
+    """What a teacher backend can give."""
+
+    signals: frozenset[Signal]
+    max_k: int
+    vocab_size: int
+
+
+class TeacherBackend(Protocol):
+    """Scores finished samples. Announce when a rollout starts, so that the scheduler knows the future."""
+
+    @property
+    def caps(self) -> TeacherCaps: ...
+    def announce(self, sample_id: str, teachers: Sequence[str], expected_tokens: int) -> None: ...
+    async def score(self, sample: Sample) -> ScoredSample: ...
+    async def close(self) -> None: ...
+
+
+class RolloutEngine(Protocol):
+    """Writes samples with the newest weights that its servers have committed."""
+
+    def generate(self, prompts: Sequence[Prompt]) -> AsyncIterator[Sample]: ...
+    async def pause(self) -> None: ...
+    async def resume(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PublishResult:
+    """One weight version sent to the rollout servers. `failed` maps a receiver's name to the reason; those are fenced."""
+
+    version: int
+    digest: str
+    bytes: int
+    seconds: float
+    committed: tuple[str, ...]
+    failed: Mapping[str, str] = field(default_factory=dict[str, str])
+    transports: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Receiver name -> transport that carried the payload."""
+
+
+class StudentBackend(Protocol):
+    """Trains the student. Built by `cls(config.student, seed=..., total_steps=..., vocab_size=...)`."""
+
+    @property
+    def version(self) -> int:
+        """Optimiser steps that the weights have seen."""
+        ...
+
+    def step(self, batch: Batch, objective: Objective) -> StepResult: ...
+    def evaluate(self, batch: Batch, objective: Objective) -> dict[str, float]:
+        """Token mean of KL(p || q) per domain, without learning."""
+        ...
+    def weights(self) -> Iterator[tuple[str, str, tuple[int, ...], Any]]:
+        """(Hugging Face name, dtype name as torch spells it, shape, flat uint8 numpy array of its bytes)."""
+        ...
+    def save(self, folder: Path) -> None: ...
+    def load(self, folder: Path) -> None: ...
+    def export(self, folder: Path) -> None:
+        """Write an ordinary Hugging Face folder: safetensors, config, tokenizer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """What an objective promises."""
+
+    optimises: str
+    """In expectation over the sampled tokens."""
+    depends_on_action: bool
+    """The loss of a row depends on which token was sampled."""
+    source: str = ""
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """A loss per response token; a frozen dataclass whose fields are its settings in YAML.
+
+    Called with `TokenRows` (objectives/rows.py): returns the loss (N,), differentiable, and metrics (N,) that are not.
+    """
+
+    @property
+    def spec(self) -> SignalSpec: ...
+    @property
+    def contract(self) -> Contract: ...
+    def __call__(self, rows: Any) -> tuple[Any, dict[str, Any]]: ...
+
+
+class SampleStore(Protocol):
+    """Scored samples between the teachers and the trainer. Bounded: `put` waits when it is full."""
+
+    async def put(self, item: ScoredSample) -> None: ...
+    async def take(self, count: int) -> tuple[ScoredSample, ...]:
+        """The next `count` samples in the order of their ordinals; waits until all of them are there."""
+        ...
+    def commit(self, samples: Sequence[ScoredSample]) -> None:
+        """These were trained: they will never be given again."""
+        ...
+    def snapshot(self) -> bytes: ...
+    def restore(self, data: bytes) -> None: ...
+    @property
+    def accepted(self) -> int:
+        """Samples ever put or committed: AReaL's `accepted`."""
+        ...
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Where metrics go. `values` holds names of `distill.observe.metrics.METRICS`, with "/teacher" or "/domain" behind some."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...

@@ -1,0 +1,164 @@
+"""The only types that cross seams. Arrays are numpy, never torch.
+
+Shape legend: R response tokens of one sample, P prompt tokens, K top-k entries, V common vocabulary.
+Log-probabilities are natural logarithms; row t of a response array is about the distribution that predicts token t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int32]
+Floats = NDArray[np.float32]
+
+
+class Signal(StrEnum):
+    """What an objective needs from a teacher, from least to most."""
+
+    SAMPLED = "sampled"
+    """log q of the token that was sampled: (R,)."""
+    TOPK = "topk"
+    """The k largest log q of each row and the mass beside them: (R, K)."""
+    FULL = "full"
+    """log q of the whole vocabulary: (R, V)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SignalSpec:
+    """A signal with its size: `k` counts the entries of a TOPK row and is 0 otherwise."""
+
+    signal: Signal
+    k: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of the data set. `ordinal` never changes and is never used twice in a run; it counts over epochs."""
+
+    ordinal: int
+    domain: str
+    input_ids: Ids
+    teachers: Mapping[str, float]
+    """Teacher name -> weight of its divergence in the loss."""
+    answer: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One finished rollout. `id` is unique in a run and never reused."""
+
+    id: str
+    ordinal: int
+    """Position in the run's stream of samples: prompt ordinal * samples per prompt + index."""
+    domain: str
+    teachers: Mapping[str, float]
+    prompt_ids: Ids
+    response_ids: Ids
+    """(R,), at least one token; ends with an end token when `finish_reason` is "stop"."""
+    logprobs: Floats
+    """(R,) log mu of each sampled token, of the temperature-scaled distribution that sampled it."""
+    versions: Ids
+    """(R,) weight version that wrote each token."""
+    finish_reason: str
+
+    @property
+    def oldest_version(self) -> int:
+        return int(self.versions.min())
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherScores:
+    """What one teacher says of one sample's response. Exactly R rows."""
+
+    teacher: str
+    logprobs: Floats
+    """(R,) log q of the sampled tokens."""
+    topk_ids: Ids | None = None
+    """(R, K) ids by falling log q."""
+    topk_logprobs: Floats | None = None
+    """(R, K)"""
+    log_tail: Floats | None = None
+    """(R,) log(1 - mass of the top-k)."""
+    full_logprobs: Floats | None = None
+    """(R, V)"""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSample:
+    sample: Sample
+    scores: tuple[TeacherScores, ...]
+    """One entry a teacher of `sample.teachers`, in that order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one optimiser step learns from. `version` is the student's version before the step."""
+
+    version: int
+    samples: tuple[ScoredSample, ...]
+
+    @property
+    def response_tokens(self) -> int:
+        return sum(len(item.sample.response_ids) for item in self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimiser step did. Token means are over all response tokens of the batch."""
+
+    version: int
+    """Weight version after the step."""
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    """Response tokens that carried a loss."""
+    seconds: float
+    kl: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Per teacher: mean KL(p || q) in nats, exact for full signals, over the known support otherwise."""
+    entropy_gap: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Per teacher: mean H(q) - H(p) in nats; absent where the signal does not tell."""
+    token_share: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Per teacher: share of the batch's response tokens that it scored."""
+    peak_memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One prompt to continue. `temperature` 0 is greedy; `seed` fixes the tokens whatever shares the batch."""
+
+    id: str
+    input_ids: Ids
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What a server wrote for one request."""
+
+    id: str
+    output_ids: Ids
+    logprobs: Floats
+    versions: tuple[str, ...]
+    """One weight version label a token."""
+    finish_reason: str
+    """stop | length | abort"""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """A finished sequence to score: the last `response_len` of `input_ids` are the response."""
+
+    id: str
+    input_ids: Ids
+    response_len: int
