@@ -19,13 +19,12 @@ cross process borders. To add one: subclass the nearest class above and draw it 
 
 from __future__ import annotations
 
-from typing import ClassVar
 
 
 class DistillError(Exception):
     """An error with a message for a person. `what` names the place; `why` and `fix` may be empty."""
 
-    exit_code: ClassVar[int] = 1
+    exit_code: int = 1
 
     def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
         super().__init__(what)
@@ -84,6 +83,6 @@ class MeshError(ServiceError):
 
 
 class RunStopped(DistillError):
-    """The user asked the run to stop. `exit_code` is 128 + the signal's number on the instance."""
+    """The user asked the run to stop. An instance's `exit_code` is 128 + the signal's number."""
 
     exit_code = 130

@@ -1,6 +1,6 @@
 """The seams. Each is small, loads no torch, and has one contract test run over every implementation.
 
-Wiring happens in `distill.build`; order happens in `distill.run`; nothing else knows two sides of a seam.
+Wiring happens in `distill.build`; order happens in `distill.loop`; nothing else knows two sides of a seam.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ServerAddress:
     url: str
     incarnation: int
     mesh: Mapping[str, Any] | None = None
-    """Where its weight receiver listens, as `distill.transfermesh.Endpoint.to_dict()` gives it; None when it has none."""
+    """Where its weight receiver listens (`distill.transfermesh.Endpoint.to_dict()`); None when it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,7 @@ class ModelServer(Protocol):
     async def checksums(self) -> dict[str, str]:
         """Tensor name -> xxh3-64 of its bytes as the server holds it, 16 hex digits."""
         ...
+
     async def pause(self, mode: str) -> None: ...
     async def resume(self) -> None: ...
     async def close(self) -> None: ...
@@ -77,6 +78,7 @@ class ServerHost(Protocol):
     def address(self, deadline_s: float) -> ServerAddress:
         """Where the server is, waiting for a restart that is under way. Raises ServerError past the deadline."""
         ...
+
     def log_tail(self) -> str: ...
     def stop(self) -> None: ...
 
@@ -97,21 +99,24 @@ class TeacherBackend(Protocol):
     def caps(self) -> TeacherCaps: ...
     def announce(self, sample_id: str, teachers: Sequence[str], expected_tokens: int) -> None: ...
     async def score(self, sample: Sample) -> ScoredSample: ...
-    async def close(self) -> None: ...
+    async def generate(self, teacher: str, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """Have one teacher write, for its evaluation."""
+        ...
 
+    def queue_ages(self) -> Mapping[str, float]:
+        """Teacher -> seconds that its oldest waiting sample has waited."""
+        ...
 
-class RolloutEngine(Protocol):
-    """Writes samples with the newest weights that its servers have committed."""
+    def swap_counts(self) -> Mapping[str, int]:
+        """Teacher -> times it was loaded into a slot."""
+        ...
 
-    def generate(self, prompts: Sequence[Prompt]) -> AsyncIterator[Sample]: ...
-    async def pause(self) -> None: ...
-    async def resume(self) -> None: ...
     async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class PublishResult:
-    """One weight version sent to the rollout servers. `failed` maps a receiver's name to the reason; those are fenced."""
+    """One weight version sent to the rollout servers. `failed` maps receivers to reasons; they are to be fenced."""
 
     version: int
     digest: str
@@ -121,6 +126,47 @@ class PublishResult:
     failed: Mapping[str, str] = field(default_factory=dict[str, str])
     transports: Mapping[str, str] = field(default_factory=dict[str, str])
     """Receiver name -> transport that carried the payload."""
+
+
+class RolloutEngine(Protocol):
+    """Writes samples with the newest weights that its servers have committed."""
+
+    def prompt(self, ordinal: int) -> Prompt:
+        """The prompt that sample `ordinal` answers."""
+        ...
+
+    def generate(self, ordinals: Sequence[int]) -> AsyncIterator[Sample]:
+        """The samples with these ordinals, in any order, each as soon as it is finished."""
+        ...
+
+    async def answer(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """Plain generation beside the rollouts, for evaluation."""
+        ...
+
+    def receivers(self) -> list[ServerAddress]:
+        """The servers that the next weight version goes to."""
+        ...
+
+    def committed(self, result: PublishResult) -> None:
+        """Route to the servers that hold `result.version`; fence those that failed."""
+        ...
+
+    async def joining(self) -> list[ServerAddress]:
+        """Wait until servers came back without current weights, and name them."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class StudentHandle(Protocol):
+    """The student's process, as the loop sees it. Raises StudentError when that process dies."""
+
+    async def step(self, batch: Batch) -> StepResult: ...
+    async def evaluate(self, batch: Batch) -> dict[str, float]: ...
+    async def publish(self, receivers: Sequence[ServerAddress]) -> PublishResult: ...
+    async def save(self, folder: Path) -> None: ...
+    async def load(self, folder: Path) -> None: ...
+    async def export(self, folder: Path) -> None: ...
 
 
 class StudentBackend(Protocol):
@@ -135,9 +181,11 @@ class StudentBackend(Protocol):
     def evaluate(self, batch: Batch, objective: Objective) -> dict[str, float]:
         """Token mean of KL(p || q) per domain, without learning."""
         ...
+
     def weights(self) -> Iterator[tuple[str, str, tuple[int, ...], Any]]:
         """(Hugging Face name, dtype name as torch spells it, shape, flat uint8 numpy array of its bytes)."""
         ...
+
     def save(self, folder: Path) -> None: ...
     def load(self, folder: Path) -> None: ...
     def export(self, folder: Path) -> None:
@@ -177,20 +225,28 @@ class SampleStore(Protocol):
     async def take(self, count: int) -> tuple[ScoredSample, ...]:
         """The next `count` samples in the order of their ordinals; waits until all of them are there."""
         ...
-    def commit(self, samples: Sequence[ScoredSample]) -> None:
+
+    def missing(self, count: int) -> list[int]:
+        """Which of the next `count` ordinals are awaited."""
+        ...
+
+    async def commit(self, samples: Sequence[ScoredSample]) -> None:
         """These were trained: they will never be given again."""
         ...
+
     def snapshot(self) -> bytes: ...
     def restore(self, data: bytes) -> None: ...
     @property
-    def accepted(self) -> int:
-        """Samples ever put or committed: AReaL's `accepted`."""
+    def ordinals(self) -> frozenset[int]:
+        """What is held and not committed."""
         ...
+
+    def __len__(self) -> int: ...
 
 
 @runtime_checkable
 class Sink(Protocol):
-    """Where metrics go. `values` holds names of `distill.observe.metrics.METRICS`, with "/teacher" or "/domain" behind some."""
+    """Where metrics go. `values` holds names of `distill.observe.metrics.METRICS`."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...

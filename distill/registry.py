@@ -62,7 +62,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def load(kind: str, name: str) -> Any:
-    """The implementation called `name`. Raises ConfigError for an unknown name, MissingDependency for a missing package."""
+    """What is called `name`. Raises ConfigError for an unknown name, MissingDependency without its package."""
     target = KINDS[kind].get(name, name if ":" in name else "")
     if not target:
         raise ConfigError(f"{kind}: there is no {name!r}", fix=did_you_mean(name, KINDS[kind]))
@@ -77,7 +77,9 @@ def load_target(target: str, purpose: str) -> Any:
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if module.partition(".")[0] == missing:
-            raise ConfigError(f"{purpose}: no module named {error.name!r}", fix="check the spelling, or PYTHONPATH") from error
+            raise ConfigError(
+                f"{purpose}: no module {error.name!r}", fix="check the spelling, or PYTHONPATH"
+            ) from error
         extra = _EXTRAS.get(missing)
         fix = f"pip install 'distill-engine[{extra}]'" if extra else f"pip install {missing}"
         raise MissingDependency(f"{purpose} needs the package {missing!r}, which is not installed", fix=fix) from error

@@ -71,6 +71,11 @@ class Sample:
         return int(self.versions.min())
 
 
+def sample_id(ordinal: int) -> str:
+    """The id of the sample with this ordinal: unique in a run, the same after a resume."""
+    return f"sample-{ordinal:08d}"
+
+
 @dataclass(frozen=True, slots=True)
 class TeacherScores:
     """What one teacher says of one sample's response. Exactly R rows."""

@@ -1,0 +1,1 @@
+"""The training side: what turns scored samples into new weights. One package a training engine."""

@@ -8,15 +8,22 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(gt=0)]
+PATTERNS = {
+    r"^(auto|cpu|cuda(:\d+)?)$": "auto, cpu, cuda or cuda:N",
+    r"^[\w.-]+$": "a name of letters, digits, '_', '.' and '-'",
+}
+"""What the patterns of texts mean, for people."""
+_DEVICE, _NAME = PATTERNS
+Device = Annotated[str, Field(pattern=_DEVICE, description="auto takes a GPU where there is one; cpu, cuda, cuda:N")]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class RunSection(_Section):
-    name: str = Field("run", pattern=r"^[\w.-]+$", description="names the output folder")
+    name: str = Field("run", pattern=_NAME, description="names the output folder")
     dir: Path | None = Field(None, description="output folder; default outputs/<name>/<time>")
     seed: int = Field(0, ge=0)
 
@@ -42,7 +49,7 @@ class StudentConfig(_Section):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the forward pass; master weights are float32")
     micro_batch_tokens: Positive = Field(8192, description="prompt and response tokens a forward pass may hold, padding included")
     gradient_checkpointing: bool = False
-    device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
+    device: Device = "auto"
     threads: Positive = Field(1, description="CPU threads of the training process")
 
 
@@ -90,7 +97,7 @@ class TeacherManagerConfig(_Section):
 
 class ServerConfig(_Section):
     program: str = Field("embedded", description="embedded | sglang | attach")
-    device: str = "auto"
+    device: Device = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     host: str = Field("127.0.0.1", description="address that servers listen on")
     port: int = Field(0, ge=0, le=65535, description="first port; 0 takes free ones")

@@ -1,0 +1,1 @@
+"""From prompts to finished samples: `prompts` reads them, `admission` paces them, `pool` has them written."""

@@ -1,0 +1,18 @@
+"""N teachers, M servers: `scheduler` decides whose turn it is, `slot` loads and checks, `manager` keeps promises."""
+
+from distill.teacher_manager.gate import CanaryStore
+from distill.teacher_manager.manager import EventSink, SpanSink, TeacherManager
+from distill.teacher_manager.scheduler import AnnouncedScheduler, Scheduler
+from distill.teacher_manager.slot import Slot
+from distill.teacher_manager.teachers import Teacher
+
+__all__ = [
+    "AnnouncedScheduler",
+    "CanaryStore",
+    "EventSink",
+    "Scheduler",
+    "Slot",
+    "SpanSink",
+    "Teacher",
+    "TeacherManager",
+]

@@ -1,0 +1,1 @@
+"""The student as a Hugging Face model, trained with torch in one process."""

@@ -1,0 +1,377 @@
+"""Configuration -> running objects. The only file that names implementations; `distill.loop` then does the work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import secrets
+import signal
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from distill import loop
+from distill.checkpoint import Checkpoint, Checkpoints, newest_unfinished
+from distill.cluster import Cluster
+from distill.config import RunConfig
+from distill.errors import ConfigError, DistillError, RunStopped, ServerError, StudentError
+from distill.evaluation import Evaluator
+from distill.observe import Observer
+from distill.preflight import Preflight, inspect
+from distill.protocols import Objective, ServerAddress, TeacherCaps
+from distill.registry import KINDS, load
+from distill.remote import RemoteServer, RemoteStudent
+from distill.rollout.admission import Admission
+from distill.rollout.pool import RolloutPool, RolloutServer
+from distill.serving.client import ServerClient
+from distill.teacher_manager import CanaryStore, Slot, Teacher, TeacherManager
+from distill.types import Ids
+
+RESUME = "resume=auto goes on from the newest checkpoint"
+
+
+def run(
+    config: RunConfig,
+    *,
+    preflight: Preflight | None = None,
+    resolved: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Run a whole distillation and return what result.json holds.
+
+    Raises DistillError subclasses (see `distill.errors`); the result and the report are written also then. `preflight`
+    is made when it is not given; `resolved` is what config.yaml in the run's folder records.
+    """
+    checked = preflight or inspect(config)
+    folder, checkpoint = open_folder(config)
+    text = yaml.safe_dump(dict(resolved or config.model_dump(mode="json")), sort_keys=False)
+    (folder / "config.yaml").write_text(text)
+    return asyncio.run(_Run(config, checked, folder, checkpoint, text).execute())
+
+
+def open_folder(config: RunConfig) -> tuple[Path, Checkpoint | None]:
+    """The run's folder, and the checkpoint to go on from. Raises ConfigError when the two do not fit together."""
+    runs = Path("outputs") / config.run.name
+    if config.resume is None:
+        folder = config.run.dir or runs / time.strftime("%Y%m%d-%H%M%S")
+        if (folder / "checkpoints").exists():
+            raise ConfigError(f"{folder} already holds a run", fix=f"choose another run.dir; or {RESUME}")
+        found = None
+    else:
+        chosen = Path(config.resume) if config.resume != "auto" else config.run.dir or newest_unfinished(runs)
+        folder = chosen or runs / time.strftime("%Y%m%d-%H%M%S")
+        found = Checkpoints(folder / "checkpoints", keep=1).latest()
+        if found is None and config.resume != "auto":
+            raise ConfigError(f"resume: {folder} holds no checkpoint", fix="give a run's folder, or auto")
+        if found is not None and found.step >= config.trainer.steps:
+            raise ConfigError(
+                f"resume: {folder} has already trained {found.step} of {config.trainer.steps} steps",
+                why="going on would train nothing",
+                fix="raise trainer.steps, or start a new run without resume",
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder.absolute(), found
+
+
+def identity(config: RunConfig) -> dict[str, Any]:
+    """What fixes the stream of samples: a checkpoint goes on only with the same."""
+    return {
+        "run.seed": config.run.seed,
+        "trainer.batch_size": config.trainer.batch_size,
+        "rollout.samples_per_prompt": config.rollout.samples_per_prompt,
+        "student.model": str(config.student.model),
+        "data": [str(source.path) for source in config.data],
+        "teachers": sorted(config.teachers),
+    }
+
+
+def check_identity(checkpoint: Checkpoint, config: RunConfig) -> None:
+    saved, wanted = checkpoint.state["identity"], identity(config)
+    for key, value in wanted.items():
+        if saved.get(key) != value:
+            raise ConfigError(
+                f"resume: {key} is {value!r}, and {checkpoint.folder} was made with {saved.get(key)!r}",
+                why="other samples would be trained than the first run promised",
+                fix="resume with the same value, or start a new run",
+            )
+
+
+@dataclass
+class _Stop:
+    """The user's wish to stop: the first signal asks, the second insists."""
+
+    event: asyncio.Event
+    signal: int = 0
+
+    def install(self, tell: Callable[[str, str], None]) -> None:
+        """Catch SIGINT and SIGTERM for the running task. After Ray's start, which sets handlers of its own."""
+        main = asyncio.current_task()
+        assert main is not None
+
+        def asked(number: int) -> None:
+            if self.signal:
+                main.cancel()
+                return
+            self.signal = number
+            self.event.set()
+            tell("warning", "stopping after this step; once more to stop at once, without a checkpoint")
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, asked, number)
+
+    def explain(self, stopped: RunStopped) -> RunStopped:
+        stopped.exit_code = 128 + (self.signal or signal.SIGINT)
+        return stopped
+
+
+class _Run:
+    """One run, from its configuration to its result."""
+
+    def __init__(
+        self, config: RunConfig, checked: Preflight, folder: Path, checkpoint: Checkpoint | None, resolved: str
+    ) -> None:
+        if checkpoint is not None:
+            check_identity(checkpoint, config)
+        self._config = config
+        self._checked = checked
+        self._folder = folder
+        self._checkpoint = checkpoint
+        self._synchronous = config.trainer.max_staleness == 0
+        self._key = secrets.token_hex(32)
+        self._stop = _Stop(asyncio.Event())
+        self._observer = Observer(
+            folder,
+            config.observe,
+            run_name=config.run.name,
+            total_steps=config.trainer.steps,
+            teachers=list(config.teachers),
+            domain_teachers=domain_teachers(checked),
+            resumed_from=checkpoint.step if checkpoint else 0,
+            config_text=resolved,
+        )
+        if checkpoint is not None:
+            self._observer.restore(checkpoint.state["observer"])
+
+    async def execute(self) -> dict[str, Any]:
+        """Do the run; whatever its end, write result.json and the report."""
+        observer, export = self._observer, self._folder / "student"
+        status, failure = "failed", ""
+        try:
+            async with self._parts() as parts:
+                await loop.run(parts, self._plan(), self._stop.event)
+                await parts.student.export(export)
+            status = "done"
+        except RunStopped as stopped:
+            status, failure = "stopped", str(stopped)
+            raise self._stop.explain(stopped) from None
+        except asyncio.CancelledError:
+            status = "stopped"
+            raise self._stop.explain(
+                RunStopped("stopped at once; what the newest checkpoint lacks is lost", fix=RESUME)
+            ) from None
+        except DistillError as error:
+            failure = str(error)
+            raise
+        finally:
+            result = observer.finish(status, export_dir=export if status == "done" else None, error=failure or None)
+        return result
+
+    @contextlib.asynccontextmanager
+    async def _parts(self) -> AsyncGenerator[loop.Parts]:
+        """Start every process and wire the rooms; end what was started, whatever happens."""
+        config = self._config
+        with Cluster(config.ray_address) as cluster:
+            self._stop.install(self._observer.event)
+            async with contextlib.AsyncExitStack() as stack:
+                student, rollout, slots = await self._start(cluster, stack)
+                pool = self._pool(rollout)
+                stack.push_async_callback(pool.close)
+                teachers = self._teachers(slots)
+                stack.push_async_callback(teachers.close)
+                await pool.start()
+                version = self._checkpoint.step if self._checkpoint else 0
+                capacity = config.store.capacity or (config.trainer.max_staleness + 2) * config.trainer.batch_size
+                store = load("store", config.store.name)(
+                    capacity=capacity, first_ordinal=version * config.trainer.batch_size
+                )
+                if self._checkpoint:
+                    store.restore(self._checkpoint.samples)
+                    await student.load(self._checkpoint.student)
+                yield loop.Parts(
+                    rollout=pool,
+                    teachers=teachers,
+                    student=student,
+                    store=store,
+                    admission=Admission(
+                        batch_size=config.trainer.batch_size,
+                        max_staleness=config.trainer.max_staleness,
+                        total=config.trainer.steps * config.trainer.batch_size,
+                        version=version,
+                    ),
+                    evaluator=self._evaluator(),
+                    checkpoints=Checkpoints(self._folder / "checkpoints", keep=config.trainer.keep_checkpoints),
+                    observer=self._observer,
+                )
+
+    async def _start(
+        self, cluster: Cluster, stack: contextlib.AsyncExitStack
+    ) -> tuple[RemoteStudent, list[RemoteServer], list[RemoteServer]]:
+        """Every process at once: a model takes seconds to load, and none waits for another."""
+        config = self._config
+        places = [("rollout", index) for index in range(config.rollout.servers)]
+        places += [("slot", index) for index in range(config.teacher_manager.slots)]
+        async with asyncio.TaskGroup() as starting:
+            student = starting.create_task(self._start_student(cluster, stack))
+            servers = [starting.create_task(self._start_server(cluster, stack, *place)) for place in places]
+        started = [task.result() for task in servers]
+        return student.result(), started[: config.rollout.servers], started[config.rollout.servers :]
+
+    async def _start_student(self, cluster: Cluster, stack: contextlib.AsyncExitStack) -> RemoteStudent:
+        config = self._config
+        student = await cluster.spawn(
+            "student",
+            "students.worker:StudentWorker",
+            (config.student, config.objective, config.mesh),
+            {
+                "seed": config.run.seed,
+                "total_steps": config.trainer.steps,
+                "vocab_size": self._checked.vocab_size,
+                "run_key": self._key,
+                "threads": config.student.threads,
+            },
+            failure=StudentError,
+            fix=RESUME,
+            env={"OMP_NUM_THREADS": str(config.student.threads)},
+            deadline_s=config.server.start_timeout_s,
+        )
+        stack.callback(student.kill)
+        self._observer.event("debug", f"the student runs as process {await student.pid()}")
+        return RemoteStudent(student)
+
+    async def _start_server(
+        self, cluster: Cluster, stack: contextlib.AsyncExitStack, role: str, index: int
+    ) -> RemoteServer:
+        """A rollout server starts with the student and takes weights; a slot starts with some teacher and a budget."""
+        config, rollout = self._config, role == "rollout"
+        urls = config.server.rollout_urls if rollout else config.server.teacher_urls
+        name = f"{role}-{index}"
+        remote = await cluster.spawn(
+            name,
+            KINDS["server"].get(config.server.program, config.server.program),
+            (config.server,),
+            {
+                "name": name,
+                "model": config.student.model if rollout else next(iter(config.teachers.values())).model,
+                "vocab_size": self._checked.vocab_size,
+                "folder": self._folder / "logs",
+                "index": index if rollout else config.rollout.servers + index,
+                "weight_version": "0" if rollout else "none",
+                "run_key": self._key if rollout else None,
+                "memory_limit_gb": None if rollout else self._checked.models.slot_bytes / 1e9,
+                "attach_url": urls[index] if config.server.program == "attach" else None,
+            },
+            failure=ServerError,
+            fix=f"look at {self._folder / 'logs'}",
+            threads=4,
+            deadline_s=config.server.start_timeout_s,
+        )
+        server = RemoteServer(remote)
+        stack.push_async_callback(server.stop)
+        address = await server.start(config.server.start_timeout_s + 30)
+        self._observer.event("debug", f"{name} serves at {address.url}")
+        return server
+
+    def _pool(self, servers: Sequence[RemoteServer]) -> RolloutPool:
+        return RolloutPool(
+            [RolloutServer(server.name, server.locate, self._connect) for server in servers],
+            self._checked.prompts.stream,
+            self._config.rollout,
+            seed=self._config.run.seed,
+            stop_token_ids=self._checked.end_ids,
+            start_timeout_s=self._config.server.start_timeout_s,
+            on_span=self._observer.add_span,
+            on_event=self._observer.event,
+        )
+
+    def _teachers(self, servers: Sequence[RemoteServer]) -> TeacherManager:
+        config = self._config.teacher_manager
+        objective = self._checked.objective
+        scheduler = load("scheduler", config.scheduler)(
+            list(self._config.teachers),
+            [server.name for server in servers],
+            hold_s=config.hold_s,
+            max_visit_tokens=config.max_visit_tokens,
+            barrier=self._synchronous,
+        )
+        manager = TeacherManager(
+            [Teacher.open(name, teacher.model, teacher.base) for name, teacher in self._config.teachers.items()],
+            [Slot(server.name, server.locate, self._connect, self._checked.models.slot_bytes) for server in servers],
+            scheduler,
+            objective.spec,
+            config,
+            vocab_size=self._checked.vocab_size,
+            canaries=CanaryStore(self._folder / "canaries.json"),
+            on_span=self._observer.add_span,
+            on_event=self._observer.event,
+        )
+        check_signal(objective, manager.caps)
+        return manager
+
+    def _connect(self, address: ServerAddress) -> ServerClient:
+        longest = max(self._config.rollout.timeout_s, self._config.teacher_manager.timeout_s)
+        return ServerClient(address.url, name=address.name, timeout_s=longest)
+
+    def _evaluator(self) -> Evaluator:
+        config = self._config
+        return Evaluator(
+            self._checked.prompts.held_out,
+            config.evaluation,
+            grade=load("grader", config.evaluation.grader),
+            decode=self._decode,
+            max_new_tokens=config.evaluation.max_new_tokens or config.rollout.max_new_tokens,
+            stop_token_ids=self._checked.end_ids,
+        )
+
+    def _decode(self, ids: Ids) -> str:
+        return self._checked.vocabulary.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _plan(self) -> loop.Plan:
+        config = self._config
+        batch = config.trainer.batch_size
+        # In a synchronous run each server gets its share as one call: what is decoded together is always the same.
+        share = math.ceil(batch / config.rollout.servers)
+        return loop.Plan(
+            steps=config.trainer.steps,
+            batch_size=batch,
+            group_size=share if self._synchronous else min(config.rollout.requests_per_call, share),
+            expected_tokens=config.rollout.max_new_tokens,
+            synchronous=self._synchronous,
+            evaluated_teachers=list(config.teachers) if config.evaluation.teachers else [],
+            evaluate_every=config.evaluation.every,
+            checkpoint_every=config.trainer.checkpoint_every,
+            patience_s=2 * (config.rollout.timeout_s + config.teacher_manager.timeout_s),
+            identity=identity(config),
+        )
+
+
+def domain_teachers(checked: Preflight) -> dict[str, list[str]]:
+    """Held-out domain -> the teachers of its prompts, for the final table."""
+    return {
+        domain: list(dict.fromkeys(name for prompt in prompts for name in prompt.teachers))
+        for domain, prompts in checked.prompts.held_out.items()
+    }
+
+
+def check_signal(objective: Objective, caps: TeacherCaps) -> None:
+    """Raises ConfigError when the objective needs what the teachers cannot give."""
+    spec = objective.spec
+    if spec.signal not in caps.signals or spec.k > caps.max_k:
+        raise ConfigError(
+            f"objective: it needs {spec.signal} scores{f' with k = {spec.k}' if spec.k else ''}, and the teachers give "
+            f"{', '.join(sorted(caps.signals))} with k up to {caps.max_k}",
+            fix="lower objective.k, or choose another objective.support",
+        )

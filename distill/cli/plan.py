@@ -1,0 +1,90 @@
+"""What `--dry-run` prints."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from distill.config.compose import LoadedConfig
+from distill.preflight import Preflight, TeacherFolder
+
+
+def size(count: float) -> str:
+    """Bytes for people, in powers of ten."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.4g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"
+
+
+def print_plan(loaded: LoadedConfig, preflight: Preflight) -> None:
+    """Everything was checked: say what the run will do and what it will cost."""
+    config, plan, console = loaded.config, preflight.plan, Console(highlight=False)
+    console.print(_teachers(preflight))
+    models = preflight.models
+    per_slot = [teacher.slot_bytes for teacher in models.teachers.values()]
+    swaps = f"about {plan.swaps_per_step} a step, {plan.swaps_per_step * plan.steps} in the run" if plan.swaps_per_step else "none"
+    epochs = f"{plan.epochs:.2f} epochs of {preflight.prompts.stream.prompts_per_epoch}"
+    rows = {
+        "file": str(loaded.source),
+        "student": f"{models.student.path} ({models.student.architecture}, {models.student.parameters:,} parameters)",
+        "objective": f"{config.objective.name}: {preflight.objective.contract.optimises}",
+        "steps": f"{plan.steps:,} of {config.trainer.batch_size} samples, staleness at most {config.trainer.max_staleness}",
+        "samples": f"{plan.samples:,} of {plan.prompts:,} prompts, {epochs}",
+        "tokens": f"{plan.max_tokens:,} response tokens at most",
+        "longest prompt": f"{preflight.prompts.longest} tokens, in a context of {models.context_length} ({models.tightest})",
+        "vocabulary": f"{preflight.vocab_size} ids, tokenizer {preflight.vocabulary.fingerprint[:12]}",
+        "teacher slots": f"{config.teacher_manager.slots} of {size(models.slot_bytes)}; the teachers together take {size(sum(per_slot))}",
+        "swaps": swaps,
+        "weight update": f"{size(plan.update_bytes)} after each step, over all rollout servers ({config.rollout.servers})",
+        "disk": f"{size(preflight.disk_bytes)} for checkpoints and export",
+        "held-out prompts": ", ".join(f"{name} {len(prompts)}" for name, prompts in preflight.prompts.held_out.items()) or "none",
+    }
+    console.print(_pairs(rows))
+    for note in preflight.notes:
+        console.print(f"note: {note}", soft_wrap=True)
+    console.print("Everything that can be checked without loading a model is right.")
+
+
+def print_unprepared(loaded: LoadedConfig) -> None:
+    """The recipe's script has not made models and prompts yet: say what the configuration alone tells."""
+    config, console = loaded.config, Console(highlight=False)
+    assert config.prepare is not None
+    rows = {
+        "file": str(loaded.source),
+        "student": str(config.student.model),
+        "teachers": ", ".join(config.teachers),
+        "teacher slots": str(config.teacher_manager.slots),
+        "objective": config.objective.name,
+        "steps": f"{config.trainer.steps:,} of {config.trainer.batch_size} samples",
+        "samples": f"{config.trainer.steps * config.trainer.batch_size:,}",
+    }
+    console.print(_pairs(rows))
+    console.print(
+        f"Not made yet: {config.prepare.output}. The run first starts {config.prepare.script}, and then checks models and prompts.",
+        soft_wrap=True,
+    )
+
+
+def _teachers(preflight: Preflight) -> Table:
+    table = Table("teacher", Column("model", overflow="fold"), "weights", "of a slot", "prompts")
+    for name, teacher in preflight.models.teachers.items():
+        share = teacher.slot_bytes / preflight.models.slot_bytes
+        count = str(preflight.prompts.rows_per_teacher[name])
+        table.add_row(name, _model(teacher), size(teacher.slot_bytes), f"{share:.0%}", count)
+    return table
+
+
+def _model(teacher: TeacherFolder) -> str:
+    base = f"{teacher.model.path} ({teacher.model.architecture})"
+    return base if teacher.adapter is None else f"{teacher.adapter} over {base}"
+
+
+def _pairs(rows: dict[str, str]) -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table

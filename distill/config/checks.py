@@ -1,0 +1,213 @@
+"""Every check that spans more than one key of a configuration. Pure: no file is opened, no model is looked at.
+
+A check yields findings: (key, what is wrong, what to do). `check` collects those of all checks into one error. What needs
+the files that a configuration names is in `distill.preflight`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+from distill import registry
+from distill.config.explain import Where, gather
+from distill.config.models import DataConfig, RunConfig
+from distill.config.schema import KeyPath, dotted
+
+Finding = tuple[KeyPath, str, str]
+NAME = re.compile(r"[\w.-]+")
+
+
+def check(config: RunConfig, where: Where | None = None) -> None:
+    """Raises one ConfigError with every finding. `where` says in which file and line a key was written."""
+    findings = [finding for each in CHECKS for finding in each(config)]
+    if findings:
+        raise gather([(f"{_at(key, where)}{what}", fix) for key, what, fix in findings])
+
+
+def _at(key: KeyPath, where: Where | None) -> str:
+    return f"{where(key)}: " if where else ""
+
+
+def _names_are_registered(config: RunConfig) -> Iterator[Finding]:
+    named: list[tuple[str, str, KeyPath]] = [
+        ("objective", config.objective.name, ("objective", "name")),
+        ("student", config.student.backend, ("student", "backend")),
+        ("server", config.server.program, ("server", "program")),
+        ("store", config.store.name, ("store", "name")),
+        ("scheduler", config.teacher_manager.scheduler, ("teacher_manager", "scheduler")),
+        ("grader", config.evaluation.grader, ("evaluation", "grader")),
+    ]
+    named += [("sink", name, ("observe", "sinks", index)) for index, name in enumerate(config.observe.sinks)]
+    for kind, name, key in named:
+        if ":" not in name and name not in registry.names(kind):
+            yield key, f"{dotted(key)}: there is no {kind} {name!r}", registry.did_you_mean(name, registry.names(kind))
+
+
+def _teachers_in_data_exist(config: RunConfig) -> Iterator[Finding]:
+    for name in config.teachers:
+        if not NAME.fullmatch(name):
+            key = ("teachers", name)
+            yield key, f"the teacher's name {name!r} holds other characters than letters, digits, '_', '.' and '-'", "rename it"
+    for at, source in _sources(config):
+        if source.teachers is None:
+            continue
+        if not source.teachers:
+            yield (*at, "teachers"), f"{dotted(at)}.teachers is empty", "name a teacher, or leave the key out"
+        for position, name in enumerate(source.teachers):
+            place: KeyPath = (*at, "teachers", name if isinstance(source.teachers, dict) else position)
+            if name not in config.teachers:
+                yield (
+                    place,
+                    f"{dotted(at)}.teachers names {name!r}, which is not one of the teachers",
+                    registry.did_you_mean(name, config.teachers),
+                )
+            elif isinstance(source.teachers, dict) and not source.teachers[name] > 0:
+                yield place, f"{dotted(place)} must be more than 0, and is {source.teachers[name]:g}", "leave out a teacher without weight"
+
+
+def _sources(config: RunConfig) -> Iterator[tuple[KeyPath, DataConfig]]:
+    yield from ((("data", index), source) for index, source in enumerate(config.data))
+    yield from ((("evaluation", "data", index), source) for index, source in enumerate(config.evaluation.data))
+
+
+def _every_teacher_has_work(config: RunConfig) -> Iterator[Finding]:
+    """Only where the configuration tells: rows may name teachers and domains themselves."""
+    used: set[str] = set()
+    for source in config.data:
+        if source.teachers is not None:
+            used |= set(source.teachers)
+        else:
+            return
+    for name in config.teachers:
+        if name not in used:
+            yield (
+                ("teachers", name),
+                f"teachers.{name} is named by no entry of data",
+                "name it in the `teachers` of an entry of data, or remove it",
+            )
+
+
+def _slots_fit_teachers(config: RunConfig) -> Iterator[Finding]:
+    slots, teachers = config.teacher_manager.slots, len(config.teachers)
+    if slots > teachers:
+        yield (
+            ("teacher_manager", "slots"),
+            f"teacher_manager.slots is {slots}, but there {'is' if teachers == 1 else 'are'} only {teachers} teacher{'s' * (teachers > 1)}",
+            f"a slot holds one teacher at a time: set it to {teachers} or less",
+        )
+
+
+def _attached_servers_are_named(config: RunConfig) -> Iterator[Finding]:
+    server = config.server
+    wanted = {
+        "rollout_urls": (server.rollout_urls, config.rollout.servers, "rollout.servers"),
+        "teacher_urls": (server.teacher_urls, config.teacher_manager.slots, "teacher_manager.slots"),
+    }
+    for name, (urls, count, setting) in wanted.items():
+        key: KeyPath = ("server", name)
+        if server.program != "attach":
+            if urls:
+                yield key, f"server.{name} is given, but server.program is {server.program!r}", "set server=attach to use running servers"
+            continue
+        if len(urls) != count:
+            yield key, f"server.{name} names {len(urls)} servers, and {setting} is {count}", "give one URL a server"
+        for index, url in enumerate(urls):
+            if not re.fullmatch(r"https?://[^\s/]+/?", url):
+                yield (*key, index), f"server.{name}.{index}: {url!r} is not the address of a server", "write http://host:port"
+    if server.program == "attach":
+        both = set(server.rollout_urls) & set(server.teacher_urls)
+        if both:
+            yield (
+                ("server", "teacher_urls"),
+                f"{sorted(both)[0]} is both a rollout and a teacher server",
+                "a server holds one model: name different servers",
+            )
+        for name in ("args", "python"):
+            if getattr(server, name):
+                yield ("server", name), f"server.{name} is given, but server.program is 'attach', which starts nothing", "remove it"
+
+
+def _ports_exist(config: RunConfig) -> Iterator[Finding]:
+    servers = config.rollout.servers + config.teacher_manager.slots
+    if config.server.port and config.server.port + servers - 1 > 65535:
+        yield (
+            ("server", "port"),
+            f"server.port is {config.server.port}, and {servers} servers take the ports from there on, beyond 65535",
+            f"take at most {65536 - servers}, or 0 for free ones",
+        )
+
+
+def _batches_are_whole_prompts(config: RunConfig) -> Iterator[Finding]:
+    batch, samples = config.trainer.batch_size, config.rollout.samples_per_prompt
+    if batch % samples:
+        yield (
+            ("trainer", "batch_size"),
+            f"trainer.batch_size is {batch}, which is no multiple of rollout.samples_per_prompt ({samples})",
+            f"take {max(batch // samples, 1) * samples} or {(batch // samples + 1) * samples}",
+        )
+    if config.store.capacity is not None and config.store.capacity < batch:
+        yield (
+            ("store", "capacity"),
+            f"store.capacity is {config.store.capacity}, less than one batch ({batch})",
+            f"take at least {batch}, or leave it out",
+        )
+
+
+def _evaluation_is_complete(config: RunConfig) -> Iterator[Finding]:
+    evaluation = config.evaluation
+    if not evaluation.data:
+        for name in ("every", "limit", "kl", "max_new_tokens"):
+            if getattr(evaluation, name):
+                yield ("evaluation", name), f"evaluation.{name} is given, but evaluation.data is empty", "name held-out prompts there"
+    domains = {source.domain for source in config.data}
+    if None in domains:
+        return
+    known = {str(domain) for domain in domains} | set(config.teachers)
+    for index, source in enumerate(evaluation.data):
+        if source.domain is not None and source.domain not in known and source.teachers is None:
+            yield (
+                ("evaluation", "data", index, "domain"),
+                f"evaluation.data.{index}.domain is {source.domain!r}, which is neither a domain of data nor a teacher",
+                registry.did_you_mean(source.domain, known) + "; or give the entry its `teachers`",
+            )
+
+
+def _nothing_is_ignored(config: RunConfig) -> Iterator[Finding]:
+    student, observe = config.student, config.observe
+    if student.lr_schedule == "constant" and student.lr_final_ratio:
+        yield (
+            ("student", "lr_final_ratio"),
+            f"student.lr_final_ratio is {student.lr_final_ratio:g}, but a constant schedule has no final learning rate",
+            "set student.lr_schedule to linear or cosine, or remove it",
+        )
+    if observe.wandb_project and "wandb" not in observe.sinks:
+        yield ("observe", "wandb_project"), "observe.wandb_project is given, but wandb is not in observe.sinks", "add it there"
+    for index, beta in enumerate(student.betas):
+        if not 0 <= beta < 1:
+            yield ("student", "betas", index), f"student.betas.{index} must be in [0, 1), and is {beta:g}", ""
+
+
+def _domains_are_names(config: RunConfig) -> Iterator[Finding]:
+    for at, source in _sources(config):
+        if source.domain is not None and not NAME.fullmatch(source.domain):
+            yield (
+                (*at, "domain"),
+                f"{dotted(at)}.domain is {source.domain!r}, which holds other characters than letters, digits, '_', '.' and '-'",
+                "rename it: it becomes a part of the metrics' names",
+            )
+
+
+CHECKS: tuple[Callable[[RunConfig], Iterable[Finding]], ...] = (
+    _names_are_registered,
+    _teachers_in_data_exist,
+    _every_teacher_has_work,
+    _slots_fit_teachers,
+    _attached_servers_are_named,
+    _ports_exist,
+    _batches_are_whole_prompts,
+    _evaluation_is_complete,
+    _nothing_is_ignored,
+    _domains_are_names,
+)
+

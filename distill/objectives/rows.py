@@ -1,0 +1,131 @@
+"""What an objective is called with, and the checks that every objective shares.
+
+Legend: N response tokens, V common vocabulary, K entries of a top-k row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill.errors import ConfigError, DistillError, StudentError, TeacherError
+
+LOGP_SLACK = 1e-2
+"""How far above 0 rounding may lift a log-probability: float16 has 11 significant bits, and a sum over a large
+vocabulary in float32 loses some more. Anything above is not a log-probability."""
+
+
+def _row_number(row: int) -> str:
+    return f"row {row}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRows:
+    """N response tokens that one teacher scored. Row n is about the distribution that predicts `tokens_N[n]`.
+
+    Both models at temperature 1, whatever temperature sampled the tokens; every vocabulary axis already cut to V.
+    """
+
+    student_logits_NV: Tensor
+    """Raw logits, float32 or float64; the only member with a gradient. Results have its dtype."""
+    tokens_N: Tensor
+    """int64: the sampled tokens."""
+    behaviour_logp_N: Tensor
+    """log mu of the sampled tokens: of the distribution, temperature included, that sampled them."""
+    teacher_logp_N: Tensor
+    """log q of the sampled tokens."""
+    topk_ids_NK: Tensor | None = None
+    """int64, no id twice in a row."""
+    topk_logp_NK: Tensor | None = None
+    log_tail_N: Tensor | None = None
+    """log(1 - mass of the top-k)."""
+    full_logp_NV: Tensor | None = None
+    describe: Callable[[int], str] = _row_number
+    """Names a row in an error message: its sample, teacher and position."""
+
+    @property
+    def vocab_size(self) -> int:
+        return self.student_logits_NV.shape[-1]
+
+
+def first(bad_N: Tensor) -> int:
+    """Index of the first true element."""
+    return int(bad_N.int().argmax())
+
+
+def require_teacher(rows: TokenRows, name: str) -> Tensor:
+    """The member `name` of the rows in the dtype of the student's logits, checked to hold log-probabilities.
+
+    Raises TeacherError when the teacher did not give it, or where it holds NaN, +inf or a value above 0. -inf is a
+    probability of zero and is allowed.
+    """
+    value: Tensor | None = getattr(rows, name)
+    if value is None:
+        raise TeacherError(
+            f"{rows.describe(0)}: the scores have no {name.rsplit('_', 1)[0]}",
+            why="the objective needs a richer signal than this teacher gave",
+            fix="choose an objective that needs less, or a teacher backend that can give it",
+        )
+    value = value.to(rows.student_logits_NV.dtype)
+    # amax carries a NaN along, and a NaN compares false
+    if value.numel() and not bool(value.amax() <= LOGP_SLACK):
+        row = first(~(value.reshape(len(value), -1).amax(-1) <= LOGP_SLACK))
+        raise TeacherError(
+            f"{rows.describe(row)}: the teacher's {name.rsplit('_', 1)[0]} holds NaN, +inf or a value above 0",
+            why="a log-probability is at most 0; nothing is clamped, so that a broken teacher cannot go unnoticed",
+            fix="check the teacher's weights and dtype: float16 overflows in some models",
+        )
+    return value
+
+
+def require_finite(loss_N: Tensor, rows: TokenRows, teacher: Tensor) -> None:
+    """Every loss is a finite number, or an error that names the rule which the row breaks.
+
+    `teacher` is what the loss was computed from, already checked by `require_teacher`: (N,) or (N, anything).
+    """
+    finite_N = loss_N.detach().isfinite()
+    if bool(finite_N.all()):
+        return
+    raise _broken_row(rows, first(~finite_N), teacher)
+
+
+def _broken_row(rows: TokenRows, row: int, teacher: Tensor) -> DistillError:
+    where = rows.describe(row)
+    student_V = rows.student_logits_NV[row].detach()
+    if bool(student_V.isnan().any()) or bool((student_V == torch.inf).any()) or bool((student_V == -torch.inf).all()):
+        return StudentError(
+            f"{where}: the student's logits hold NaN or infinity",
+            why="the step is not applied, so the last saved weights are good",
+            fix="lower student.lr or student.max_grad_norm, or use student.dtype=float32",
+        )
+    if not bool(rows.behaviour_logp_N[row].isfinite()):
+        return StudentError(
+            f"{where}: the log-probability of the sampled token is {float(rows.behaviour_logp_N[row])}",
+            why="the importance weight p/mu needs the probability with which the token was sampled",
+        )
+    if bool((teacher[row] == -torch.inf).any()):
+        return TeacherError(
+            f"{where}: the teacher gives probability 0 to what the student may do (q = 0 where p > 0)",
+            why="the divergence is infinite there, and is not clamped",
+            fix="use jsd, or teacher_smoothing with the full vocabulary, or forward_kl",
+        )
+    return StudentError(
+        f"{where}: the student gives probability 0 to what the teacher may do (p = 0 where q > 0), or the loss is huge",
+        why="the divergence is infinite there, and is not clamped",
+        fix="use jsd or reverse_kl, or lower student.lr",
+    )
+
+
+def refuse_ignored(objective: Any, names: tuple[str, ...], because: str) -> None:
+    """Raise ConfigError when one of the settings `names` differs from its default although it would be ignored."""
+    for field in fields(objective):
+        if field.name in names and getattr(objective, field.name) != field.default:
+            raise ConfigError(
+                f"objective.{field.name}: has no effect {because}",
+                why="a setting that is ignored is a mistake",
+                fix=f"remove objective.{field.name}",
+            )

@@ -1,0 +1,98 @@
+"""The run in numbers: result.json and the table that ends the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from distill.observe.history import History
+
+RESULT_FILE = "result.json"
+REPORT_FILE = "report.html"
+
+
+def summary(history: History, status: str, *, wall_s: float, run_dir: Path, export_dir: Path | None) -> dict[str, Any]:
+    """What result.json holds. Accuracies are shares; what was not measured is null."""
+    counters = history.counters
+    busy = history.timeline.seconds()
+    return {
+        "status": status,
+        "run": history.run_name,
+        "steps": counters.version,
+        "version": counters.version,
+        "domains": {
+            row.domain: {"base": row.base, "teacher": row.teacher, "student": row.student} for row in history.domains()
+        },
+        "teachers": {
+            name: {
+                domain: mark
+                for domain in history.domain_teachers
+                if (mark := history.accuracy(name, domain)) is not None
+            }
+            for name in history.teachers
+        },
+        "kl": {
+            row.domain: {"first": curve[0][1], "last": curve[-1][1]}
+            for row in history.domains()
+            if (curve := history.curve(row.domain, "kl"))
+        },
+        "weight_updates": counters.weight_updates,
+        "teacher_swaps": sum(history.swaps.values()),
+        "swaps": dict(history.swaps),
+        "max_staleness_seen": counters.max_staleness,
+        "samples": counters.samples,
+        "tokens": counters.tokens,
+        "wall_s": wall_s,
+        "busy_s": busy,
+        "overlap": history.timeline.overlap() / wall_s if wall_s > 0 else 0.0,
+        "peak_memory_gb": counters.peak_memory_bytes / 1e9,
+        "export_dir": str(export_dir) if export_dir else None,
+        "run_dir": str(run_dir),
+    }
+
+
+def write_result(run_dir: Path, result: dict[str, Any]) -> Path:
+    """Write result.json at once or not at all."""
+    path = run_dir / RESULT_FILE
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.1f} %"
+
+
+def final_table(history: History, result: dict[str, Any]) -> RenderableType:
+    """What the run ends with: a row a domain, then where things are."""
+    table = Table(title=f"{history.run_name}: {result['status']} after {result['steps']} steps", title_justify="left")
+    table.add_column("domain")
+    for name in ("base", "teacher", "student", "student / teacher"):
+        table.add_column(name, justify="right")
+    for row in history.domains():
+        teacher = f"{percent(row.teacher)} ({row.teacher_name})" if row.teacher is not None else "–"
+        table.add_row(row.domain, percent(row.base), teacher, percent(row.student), percent(row.ratio))
+    return Group(table, *(Text(line) for line in _lines(result)))
+
+
+def _lines(result: dict[str, Any]) -> list[str]:
+    lines = [
+        f"{result['weight_updates']} weight updates, {result['teacher_swaps']} teacher swaps, "
+        f"{result['samples']} samples, {result['tokens']} tokens in {result['wall_s']:.0f} s; "
+        f"{percent(result['overlap'])} of it overlapped; peak {result['peak_memory_gb']:.2f} GB"
+    ]
+    lines += [
+        f"KL to the teacher, {domain}: {ends['first']:.4f} -> {ends['last']:.4f} nat"
+        for domain, ends in result["kl"].items()
+    ]
+    if result["export_dir"]:
+        lines.append(f"student  {result['export_dir']}")
+    folder = Path(result["run_dir"])
+    lines += [f"metrics  {folder / 'metrics.jsonl'}", f"report   {folder / REPORT_FILE}"]
+    return lines

@@ -1,0 +1,13 @@
+"""Everything that can be known of a run before a model is loaded: files, tokenizers, prompts, the machine.
+
+`folder` reads model folders, `vocabulary` compares tokenizers, `data` reads prompts, `machine` looks at disk and ports,
+`prepare` runs a recipe's script, `inspection` puts them in order.
+"""
+
+from distill.preflight.data import Prompts
+from distill.preflight.folder import ModelFolder
+from distill.preflight.inspection import Models, Preflight, TeacherFolder, inspect
+from distill.preflight.prepare import is_prepared, prepare
+from distill.preflight.vocabulary import Vocabulary
+
+__all__ = ["ModelFolder", "Models", "Preflight", "Prompts", "TeacherFolder", "Vocabulary", "inspect", "is_prepared", "prepare"]

@@ -1,0 +1,108 @@
+"""The prompts of a run: read, routed to teachers, tokenised, and measured against the context and the number of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distill.config import DataConfig, RunConfig
+from distill.errors import ConfigError
+from distill.rollout.prompts import PromptRow, PromptStream, encode, read_rows
+from distill.types import Ids, Prompt
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What the student trains on and what it is judged by."""
+
+    stream: PromptStream
+    held_out: Mapping[str, tuple[Prompt, ...]]
+    """Domain -> held-out prompts, at most evaluation.limit of them."""
+    longest: int
+    """Tokens of the longest prompt."""
+    rows_per_teacher: Mapping[str, int]
+
+
+def load_prompts(config: RunConfig, tokenizer: Any, context_length: int, tightest: str) -> Prompts:
+    """`tightest` names the setting that limits the context to `context_length`. Raises ConfigError."""
+    rows = [row for source in config.data for row in read_rows(source, config.teachers)]
+    encoded = [encode(row, tokenizer) for row in rows]
+    _check_length(rows, encoded, config.rollout.max_new_tokens, "rollout.max_new_tokens", context_length, tightest)
+    counts = {name: sum(name in row.teachers for row in rows) for name in config.teachers}
+    idle = [name for name, count in counts.items() if not count]
+    if idle:
+        raise ConfigError(
+            f"teachers.{idle[0]}: no prompt of data is routed to it",
+            why="a teacher that is never asked would be ignored",
+            fix="route prompts to it: `teachers` of a data entry, a column `teacher`, or a domain of its name; or remove it",
+        )
+    stream = PromptStream(rows, encoded, config.run.seed, config.rollout.epochs)
+    _check_steps(config, stream)
+    held_out, longest = _held_out(config, rows, tokenizer, context_length, tightest)
+    return Prompts(stream, held_out, max(longest, *(len(ids) for ids in encoded), 0), counts)
+
+
+def prompts_needed(config: RunConfig) -> int:
+    return config.trainer.steps * config.trainer.batch_size // config.rollout.samples_per_prompt
+
+
+def _check_steps(config: RunConfig, stream: PromptStream) -> None:
+    needed = prompts_needed(config)
+    if stream.total is not None and stream.total < needed:
+        steps = stream.total * config.rollout.samples_per_prompt // config.trainer.batch_size
+        raise ConfigError(
+            f"rollout.epochs: the data end after {steps} of {config.trainer.steps} steps: "
+            f"{stream.prompts_per_epoch} prompts x {config.rollout.epochs} epochs, and {needed} are needed",
+            fix=(f"set trainer.steps={steps}, " if steps else "")
+            + f"set rollout.epochs={-(-needed // stream.prompts_per_epoch)}, or leave rollout.epochs out",
+        )
+
+
+def _check_length(
+    rows: Sequence[PromptRow], encoded: Sequence[Ids], new_tokens: int, setting: str, context_length: int, tightest: str
+) -> None:
+    row, ids = max(zip(rows, encoded, strict=True), key=lambda pair: len(pair[1]))
+    if len(ids) + new_tokens > context_length:
+        room = context_length - len(ids)
+        raise ConfigError(
+            f"{row.place}: the prompt has {len(ids)} tokens, and {setting} is {new_tokens}: "
+            f"together {len(ids) + new_tokens}, more than the context of {context_length} ({tightest})",
+            why="nothing is cut silently",
+            fix=f"set {setting}={room} or less, or remove the prompt" if room > 0 else "shorten or remove the prompt",
+        )
+
+
+def _held_out(
+    config: RunConfig, rows: Sequence[PromptRow], tokenizer: Any, context_length: int, tightest: str
+) -> tuple[dict[str, tuple[Prompt, ...]], int]:
+    routes = {row.domain: row.teachers for row in reversed(rows)}
+    limit = config.evaluation.limit
+    new_tokens, setting = config.rollout.max_new_tokens, "rollout.max_new_tokens"
+    if config.evaluation.max_new_tokens is not None:
+        new_tokens, setting = config.evaluation.max_new_tokens, "evaluation.max_new_tokens"
+    domains: dict[str, list[Prompt]] = {}
+    longest = 0
+    for index, source in enumerate(config.evaluation.data):
+        found = read_rows(source, config.teachers, routes)
+        _check_answers(config, index, source, found)
+        encoded = [encode(row, tokenizer) for row in found]
+        _check_length(found, encoded, new_tokens, setting, context_length, tightest)
+        longest = max(longest, *(len(ids) for ids in encoded), 0)
+        for row, ids in zip(found, encoded, strict=True):
+            domain = domains.setdefault(row.domain, [])
+            if limit is None or len(domain) < limit:
+                domain.append(Prompt(len(domain), row.domain, ids, row.teachers, row.answer))
+    return {name: tuple(prompts) for name, prompts in domains.items()}, longest
+
+
+def _check_answers(config: RunConfig, index: int, source: DataConfig, rows: Sequence[PromptRow]) -> None:
+    without = [row for row in rows if row.answer is None]
+    if not without or (config.evaluation.kl and len(without) == len(rows)):
+        return
+    raise ConfigError(
+        f"{without[0].place}: no column {source.answer_field!r}: accuracy cannot be measured with {len(without)} of "
+        f"{len(rows)} answers of evaluation.data.{index} missing",
+        why=f"the grader {config.evaluation.grader} compares what is written with the answer",
+        fix="name the column in `answer_field`, fill it, or set evaluation.kl=true for prompts without any answer",
+    )

@@ -1,0 +1,212 @@
+"""The order in which a configuration is held against the world. `inspect` stops at the first thing that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distill.config import RunConfig, TeacherConfig
+from distill.errors import ConfigError, StudentError, TeacherError
+from distill.objectives.build import build_objective
+from distill.preflight import machine
+from distill.preflight.data import Prompts, load_prompts, prompts_needed
+from distill.preflight.folder import ModelFolder, existing_folder, inspect_folder, read_json, read_tensors
+from distill.preflight.vocabulary import Vocabulary, check_rows, check_same, end_ids, load_vocabulary
+from distill.protocols import Objective
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class TeacherFolder:
+    """A teacher on disk. `model` is what is loaded: the teacher itself, or the base of an adapter."""
+
+    name: str
+    model: ModelFolder
+    adapter: Path | None
+    tokenizer: Path
+    slot_bytes: int
+    """Weight bytes in a slot, in the servers' dtype."""
+
+
+@dataclass(frozen=True)
+class Models:
+    student: ModelFolder
+    student_tokenizer: Path
+    teachers: Mapping[str, TeacherFolder]
+    context_length: int
+    """Tokens that the student and every teacher can read."""
+    tightest: str
+    """Which setting that limit comes from."""
+    slot_bytes: int
+    """Byte budget of a slot."""
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What is known of a run that may start."""
+
+    models: Models
+    vocabulary: Vocabulary
+    vocab_size: int
+    """V: every log-probability is over ids below it."""
+    end_ids: tuple[int, ...]
+    prompts: Prompts
+    objective: Objective
+    disk_bytes: int
+    notes: tuple[str, ...]
+    """What a careful user wants to know though nothing is wrong."""
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the run will do, as far as arithmetic tells."""
+
+    steps: int
+    samples: int
+    prompts: int
+    epochs: float
+    max_tokens: int
+    """Upper bound of the response tokens."""
+    swaps_per_step: int
+    """Teachers beyond the slots: a scheduler that goes through them in turn and back loads so many a step."""
+    update_bytes: int
+    """Weights sent after each step, to all rollout servers together, when nothing is compressed."""
+
+
+def inspect(config: RunConfig) -> Preflight:
+    """Raises the DistillError of the first thing that is wrong: ConfigError, EnvironmentFault, TeacherError, ..."""
+    machine.check_resume(config)
+    models = inspect_models(config)
+    vocabulary = inspect_vocabulary(models)
+    notes = [note for each in _folders(models) if (note := check_rows(each, vocabulary.size))]
+    prompts = inspect_prompts(config, models, vocabulary)
+    objective = inspect_objective(config, vocabulary)
+    needed = machine.check_disk(config, models.student.parameters)
+    machine.check_ports(config)
+    return Preflight(
+        models=models,
+        vocabulary=vocabulary,
+        vocab_size=vocabulary.size,
+        end_ids=end_ids(models.student, vocabulary),
+        prompts=prompts,
+        objective=objective,
+        disk_bytes=needed,
+        notes=tuple(notes),
+        plan=make_plan(config, models, prompts),
+    )
+
+
+def inspect_models(config: RunConfig) -> Models:
+    """Student and teachers: folders whole, context and slot budget sufficient."""
+    student = inspect_folder(config.student.model, "student.model", StudentError)
+    itemsize = ITEMSIZE[config.server.dtype]
+    teachers = {name: _teacher(name, teacher, itemsize) for name, teacher in config.teachers.items()}
+    limits = {model.role: model.context_length for model in (student, *(each.model for each in teachers.values()))}
+    tightest = min(limits, key=lambda role: limits[role])
+    context = limits[tightest]
+    if config.server.context_length is not None:
+        if config.server.context_length > context:
+            raise ConfigError(
+                f"server.context_length is {config.server.context_length}, and {tightest} can read {context} tokens",
+                fix=f"set it to {context} or less, or leave it out",
+            )
+        tightest, context = "server.context_length", config.server.context_length
+    return Models(
+        student=student,
+        student_tokenizer=config.student.tokenizer or config.student.model,
+        teachers=teachers,
+        context_length=context,
+        tightest=tightest,
+        slot_bytes=_slot_budget(config, teachers),
+    )
+
+
+def inspect_vocabulary(models: Models) -> Vocabulary:
+    """The student's vocabulary, once every teacher is known to share it."""
+    vocabulary = load_vocabulary(models.student_tokenizer, "student")
+    for name, teacher in models.teachers.items():
+        check_same(vocabulary, models.student_tokenizer, teacher.tokenizer, f"teachers.{name}")
+    return vocabulary
+
+
+def inspect_prompts(config: RunConfig, models: Models, vocabulary: Vocabulary) -> Prompts:
+    return load_prompts(config, vocabulary.tokenizer, models.context_length, models.tightest)
+
+
+def inspect_objective(config: RunConfig, vocabulary: Vocabulary) -> Objective:
+    """The objective with its settings; it asks for no more ids than there are."""
+    objective = build_objective(config.objective)
+    if objective.spec.k > vocabulary.size:
+        raise ConfigError(
+            f"objective.k is {objective.spec.k}, and the vocabulary has {vocabulary.size} ids",
+            fix=f"take a smaller k, or the whole vocabulary: objective={config.objective.name} without k",
+        )
+    return objective
+
+
+def make_plan(config: RunConfig, models: Models, prompts: Prompts) -> Plan:
+    trainer, needed = config.trainer, prompts_needed(config)
+    samples = trainer.steps * trainer.batch_size
+    return Plan(
+        steps=trainer.steps,
+        samples=samples,
+        prompts=needed,
+        epochs=needed / prompts.stream.prompts_per_epoch,
+        max_tokens=samples * config.rollout.max_new_tokens,
+        swaps_per_step=max(0, len(models.teachers) - config.teacher_manager.slots),
+        update_bytes=models.student.loaded_bytes(ITEMSIZE[config.server.dtype]) * config.rollout.servers,
+    )
+
+
+def _folders(models: Models) -> tuple[ModelFolder, ...]:
+    return (models.student, *(teacher.model for teacher in models.teachers.values()))
+
+
+def _teacher(name: str, teacher: TeacherConfig, itemsize: int) -> TeacherFolder:
+    role = f"teachers.{name}"
+    is_adapter = (existing_folder(teacher.model, f"{role}.model") / "adapter_config.json").is_file()
+    if teacher.base is None:
+        if is_adapter and not (teacher.model / "config.json").is_file():
+            declared: Any = read_json(teacher.model / "adapter_config.json", role).get("base_model_name_or_path")
+            raise ConfigError(
+                f"{role}: {teacher.model} is a LoRA adapter, and {role}.base does not say of which model",
+                fix=f"give {role}.base" + (f"; the adapter was trained on {declared}" if declared else ""),
+            )
+        model = inspect_folder(teacher.model, f"{role}.model", TeacherError)
+        return TeacherFolder(name, model, None, teacher.tokenizer or teacher.model, model.loaded_bytes(itemsize))
+    if not is_adapter:
+        raise ConfigError(
+            f"{role}: {teacher.model} has no adapter_config.json, and {role}.base is given",
+            fix=f"give an adapter's folder, or remove {role}.base",
+        )
+    read_tensors(teacher.model, f"{role}.model", TeacherError, single="adapter_model.safetensors")
+    model = inspect_folder(teacher.base, f"{role}.base", TeacherError)
+    has_tokenizer = (teacher.model / "tokenizer_config.json").is_file()
+    tokenizer = teacher.tokenizer or (teacher.model if has_tokenizer else teacher.base)
+    return TeacherFolder(name, model, teacher.model, tokenizer, model.loaded_bytes(itemsize))
+
+
+def _slot_budget(config: RunConfig, teachers: Mapping[str, TeacherFolder]) -> int:
+    largest = max(teachers.values(), key=lambda teacher: teacher.slot_bytes)
+    slot_gb = config.teacher_manager.slot_gb
+    if slot_gb is None:
+        return largest.slot_bytes
+    budget = int(slot_gb * 1e9)
+    if budget < largest.slot_bytes:
+        raise ConfigError(
+            f"teacher_manager.slot_gb is {slot_gb:g} ({budget} bytes), and teachers.{largest.name} needs "
+            f"{largest.slot_bytes} bytes ({largest.model.parameters} parameters in {config.server.dtype})",
+            why="a slot must hold each teacher by itself",
+            fix=f"set teacher_manager.slot_gb={_round_up(largest.slot_bytes / 1e9):g} or more, or a smaller server.dtype",
+        )
+    return budget
+
+
+def _round_up(gigabytes: float) -> float:
+    """Three figures are enough to read, and never less than was asked for."""
+    text = f"{gigabytes:.3g}"
+    return float(text) if float(text) >= gigabytes else float(f"{gigabytes * 1.005:.3g}")

@@ -1,0 +1,141 @@
+"""One vocabulary for everybody: the student's tokenizer, that every teacher has the same one, and which ids end an answer.
+
+Teachers read the very ids that the student wrote. A teacher whose tokenizer differs would score other words than those.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distill.errors import ConfigError
+from distill.preflight.folder import ModelFolder, existing_folder
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer taken apart. Two of them mean the same by every id when their fingerprints are equal."""
+
+    tokenizer: Any
+    tokens: Mapping[int, str]
+    parts: Mapping[str, Any]
+    fingerprint: str
+
+    @property
+    def size(self) -> int:
+        """V: one more than the largest id, which is `len(tokenizer)` where ids have no holes."""
+        return max(self.tokens) + 1
+
+
+def load_vocabulary(path: Path, role: str) -> Vocabulary:
+    """The tokenizer in `path`. Raises ConfigError."""
+    existing_folder(path, role)
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")):
+        raise ConfigError(
+            f"{role}: no tokenizer in {path}",
+            why="every teacher is compared with the student's tokenizer before anything is loaded",
+            fix=f"give {role}.tokenizer, or put tokenizer.json and tokenizer_config.json beside the weights",
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001 - transformers and tokenizers raise whatever their parsers do
+        raise ConfigError(
+            f"{role}: the tokenizer in {path} cannot be loaded: {type(error).__name__}: {str(error).splitlines()[0]}",
+            fix="save it again with save_pretrained",
+        ) from error
+    tokens = {int(index): str(token) for token, index in tokenizer.get_vocab().items()}
+    if not tokens:
+        raise ConfigError(f"{role}: the tokenizer in {path} knows no token", fix="save it again with save_pretrained")
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    inner: dict[str, Any] = json.loads(backend.to_str()) if backend is not None else {}
+    model: dict[str, Any] = inner.get("model") or {}
+    parts = {
+        "end token": tokenizer.eos_token_id,
+        "begin token": tokenizer.bos_token_id,
+        "added tokens": inner.get("added_tokens"),
+        "normalizer": inner.get("normalizer"),
+        "pre-tokenizer": inner.get("pre_tokenizer"),
+        "merges": model.get("merges"),
+        "kind of model": model.get("type"),
+    }
+    canonical = json.dumps([sorted(tokens.items()), parts], sort_keys=True).encode()
+    return Vocabulary(tokenizer, tokens, parts, hashlib.sha256(canonical).hexdigest())
+
+
+def check_same(student: Vocabulary, student_path: Path, path: Path, role: str) -> None:
+    """Raises ConfigError, which shows where the two tokenizers first differ."""
+    if _same_files(student_path, path):
+        return
+    other = load_vocabulary(path, role)
+    if other.fingerprint == student.fingerprint:
+        return
+    raise ConfigError(
+        f"{role}: its tokenizer in {path} is not the student's: {_difference(student, other)}",
+        why="a teacher scores the ids that the student wrote: under another tokenizer they spell other words",
+        fix="use teachers and a student of one family, whose tokenizers are equal",
+    )
+
+
+def _same_files(one: Path, other: Path) -> bool:
+    """Byte for byte the same tokenizer, so that large ones need not be parsed for each teacher."""
+    if one == other:
+        return True
+    if not (other / "tokenizer.json").is_file():
+        return False
+
+    def content(folder: Path, name: str) -> bytes | None:
+        return (folder / name).read_bytes() if (folder / name).is_file() else None
+
+    return all(content(one, name) == content(other, name) for name in _FILES)
+
+
+def _difference(student: Vocabulary, teacher: Vocabulary) -> str:
+    ids = [index for index in sorted({*student.tokens, *teacher.tokens}) if student.tokens.get(index) != teacher.tokens.get(index)]
+    if ids:
+        shown = ", ".join(f"{index} is {_token(student, index)} there and {_token(teacher, index)} here" for index in ids[:3])
+        return f"{len(ids)} ids differ ({len(student.tokens)} ids there, {len(teacher.tokens)} here); id {shown}"
+    part = next(name for name in student.parts if student.parts[name] != teacher.parts[name])
+    was, now = (json.dumps(each.parts[part], ensure_ascii=False) for each in (student, teacher))
+    return f"the same ids, but another {part}: {was[:80]} there, {now[:80]} here"
+
+
+def _token(vocabulary: Vocabulary, index: int) -> str:
+    return repr(vocabulary.tokens[index]) if index in vocabulary.tokens else "not used"
+
+
+def check_rows(model: ModelFolder, size: int) -> str | None:
+    """A note when the head is padded beyond the vocabulary. Raises ConfigError when it is too small for it."""
+    if model.vocab_rows < size:
+        raise ConfigError(
+            f"{model.role}: its head has {model.vocab_rows} rows, and the tokenizer {size} ids",
+            why="an id without a row can be neither read nor scored",
+            fix="resize the model's embeddings (resize_token_embeddings), or use the tokenizer that it was trained with",
+        )
+    if model.vocab_rows > size:
+        return f"{model.role}: {model.vocab_rows} head rows, the tokenizer has {size}: the rest is cut before the softmax"
+    return None
+
+
+def end_ids(student: ModelFolder, vocabulary: Vocabulary) -> tuple[int, ...]:
+    """The ids that end an answer: of the tokenizer, and of generation_config.json. Raises ConfigError when there is none."""
+    found: set[int] = set()
+    generation = student.path / "generation_config.json"
+    written = json.loads(generation.read_bytes()).get("eos_token_id") if generation.is_file() else None
+    for value in (vocabulary.tokenizer.eos_token_id, *(written if isinstance(written, list) else [written])):
+        if isinstance(value, int) and 0 <= value < vocabulary.size:
+            found.add(value)
+    if not found:
+        raise ConfigError(
+            "student: its tokenizer has no end token",
+            why="every answer would run to rollout.max_new_tokens, and the student could not learn to stop",
+            fix="set eos_token in tokenizer_config.json",
+        )
+    return tuple(sorted(found))

@@ -1,0 +1,245 @@
+"""Prompts: rows of JSONL or Parquet files, their token ids, and the endless order in which a run takes them.
+
+A row holds a `prompt` (a text, or chat messages for the model's chat template) and may hold `domain`, `answer` and
+`teacher`. Who teaches it: the entry's `teachers`, else the row's own `teacher`, else the teacher named like its domain.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distill.config import DataConfig, TeacherConfig
+from distill.errors import ConfigError
+from distill.registry import did_you_mean
+from distill.types import Ids, Prompt
+
+Messages = list[dict[str, Any]]
+Routes = Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """One row of a data file. `line` counts from 1."""
+
+    file: Path
+    line: int
+    domain: str
+    prompt: str | Messages
+    answer: str | None
+    teachers: Mapping[str, float]
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that prompts need."""
+
+    @property
+    def chat_template(self) -> Any: ...
+    def __call__(self, text: str) -> Any: ...
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+
+
+def read_rows(source: DataConfig, teachers: Mapping[str, TeacherConfig], routes: Routes | None = None) -> list[PromptRow]:
+    """Every row of `source`, with its teachers and their weights.
+
+    `routes` maps a domain to the teachers of a row that names none and has no teacher named like its domain. Raises
+    ConfigError, which names the file and the line.
+    """
+    rows = [_row(source, line, values, teachers, routes or {}) for line, values in _records(source.path)]
+    if not rows:
+        raise ConfigError(
+            f"{source.path} holds no prompt", why="a run needs prompts of every entry of data", fix="remove the entry, or fill the file"
+        )
+    return rows
+
+
+def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    if not path.is_file():
+        raise ConfigError(f"there is no data file {path}", fix=_nearby(path))
+    try:
+        if path.suffix == ".parquet":
+            yield from _parquet(path)
+        elif path.suffix in (".jsonl", ".json"):
+            yield from _jsonl(path)
+        else:
+            raise ConfigError(f"{path}: the kind of this file is not known", fix="data files end in .jsonl or .parquet")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _nearby(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f"the folder {folder} does not exist"
+    names = [entry.name for entry in folder.iterdir() if entry.suffix in (".jsonl", ".json", ".parquet")]
+    return did_you_mean(path.name, names) if names else f"there is no data file in {folder}"
+
+
+def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open("rb") as file:
+        for line, raw in enumerate(file, start=1):
+            if not raw.strip():
+                continue
+            try:
+                record = json.loads(raw)
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{path}:{line}: not a JSON object: {error}", why="a JSONL file holds one object a line") from error
+            if not isinstance(record, dict):
+                raise ConfigError(f"{path}:{line}: not a JSON object, but {type(record).__name__}", why="a row has named columns")
+            yield line, record
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.ParquetFile(path)
+        line = 0
+        for batch in table.iter_batches(batch_size=4096):
+            for record in batch.to_pylist():
+                line += 1
+                yield line, record
+    except pa.ArrowException as error:
+        raise ConfigError(f"{path} is not a whole Parquet file: {error}") from error
+
+
+def _row(source: DataConfig, line: int, values: dict[str, Any], teachers: Mapping[str, TeacherConfig], routes: Routes) -> PromptRow:
+    place = f"{source.path}:{line}"
+    if source.prompt_field not in values:
+        raise ConfigError(
+            f"{place}: the row has no column {source.prompt_field!r}",
+            fix=f"{did_you_mean(source.prompt_field, map(str, values))}; `prompt_field` of the data entry names the column",
+        )
+    prompt = values[source.prompt_field]
+    if not _is_prompt(prompt):
+        raise ConfigError(
+            f"{place}: {source.prompt_field!r} is neither a text nor a list of chat messages",
+            fix='write a text that is not empty, or [{"role": "user", "content": "..."}]',
+        )
+    domain = source.domain if source.domain is not None else values.get("domain")
+    if not isinstance(domain, str) or not domain:
+        raise ConfigError(f"{place}: the row has no domain", fix="give the data entry a `domain`, or each row a column `domain`")
+    answer = values.get(source.answer_field)
+    if isinstance(answer, bool | Mapping | list):
+        raise ConfigError(f"{place}: {source.answer_field!r} is not a text", fix="answers are compared as texts")
+    weights = _teachers(source, place, domain, values.get("teacher"), teachers, routes)
+    return PromptRow(source.path, line, domain, prompt, None if answer is None else str(answer), weights)
+
+
+def _is_prompt(value: object) -> TypeGuard[str | Messages]:
+    if isinstance(value, str):
+        return bool(value)
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) and "role" in item for item in value)
+
+
+def _teachers(
+    source: DataConfig, place: str, domain: str, column: Any, teachers: Mapping[str, TeacherConfig], routes: Routes
+) -> dict[str, float]:
+    named = source.teachers if source.teachers is not None else column
+    if named is None:
+        if domain in teachers:
+            named = domain
+        elif domain in routes:
+            return dict(routes[domain])
+        else:
+            raise ConfigError(
+                f"{place}: nothing says who teaches this row: no teacher is named like its domain {domain!r}",
+                fix=f"give the data entry its `teachers`, or the row a column `teacher`; {did_you_mean(domain, teachers)}",
+            )
+    if isinstance(named, Mapping):
+        # A Parquet struct has every field in every row: null means that the teacher is not named here.
+        weights = {str(name): weight for name, weight in named.items() if weight is not None}
+    else:
+        listed: list[Any] = [named] if isinstance(named, str) else list(named) if isinstance(named, list) else []
+        weights = {str(name): teachers[name].weight if name in teachers else 1.0 for name in listed}
+    if not weights:
+        raise ConfigError(f"{place}: `teacher` is neither a name, nor names, nor names with weights", fix='write "math" or {"math": 0.8}')
+    for name, weight in weights.items():
+        if name not in teachers:
+            raise ConfigError(f"{place}: {name!r} is not one of the teachers", fix=did_you_mean(name, teachers))
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            raise ConfigError(f"{place}: the weight of {name!r} must be a number above 0, and is {weight!r}")
+    return {name: float(weight) for name, weight in weights.items()}
+
+
+def encode(row: PromptRow, tokenizer: Tokenizer) -> Ids:
+    """The row's token ids, (P,) with P >= 1. Raises ConfigError with the row's place."""
+    try:
+        ids = tokenizer(row.prompt).input_ids if isinstance(row.prompt, str) else _chat(row, row.prompt, tokenizer)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the tokenizers library raises bare exceptions
+        raise ConfigError(
+            f"{row.place}: the tokenizer refuses this prompt: {error}",
+            fix="remove what the student's tokenizer cannot spell",
+        ) from error
+    if not len(ids):
+        raise ConfigError(f"{row.place}: the tokenizer makes no token of this prompt")
+    return np.asarray(ids, np.int32)
+
+
+def _chat(row: PromptRow, messages: Messages, tokenizer: Tokenizer) -> Sequence[int]:
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"{row.place}: the prompt is chat messages, and the student's tokenizer has no chat template",
+            fix="use a tokenizer with a chat_template, or write the prompt as a text",
+        )
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # noqa: BLE001 - a template is a program of the model's maker: it may raise anything
+        raise ConfigError(f"{row.place}: the chat template refuses these messages: {type(error).__name__}: {error}") from error
+    # The template writes the special tokens itself.
+    return tokenizer(text, add_special_tokens=False).input_ids  # pyright: ignore[reportCallIssue]
+
+
+class PromptStream:
+    """The prompts of a run by ordinal: one epoch after another, each in an order of its own that only the seed decides.
+
+    `at` may be asked in any order, so a run can go on anywhere.
+    """
+
+    def __init__(self, rows: Sequence[PromptRow], encoded: Sequence[Ids], seed: int, epochs: int | None = None) -> None:
+        if not rows:
+            raise ValueError("a stream needs prompts")
+        self._items = list(zip(rows, encoded, strict=True))
+        self._epochs = epochs
+        self._order = lru_cache(maxsize=4)(lambda epoch: _shuffled(len(self._items), seed, epoch))
+
+    @property
+    def total(self) -> int | None:
+        """Prompts in the whole stream; None when it never ends."""
+        return None if self._epochs is None else self._epochs * len(self._items)
+
+    @property
+    def prompts_per_epoch(self) -> int:
+        return len(self._items)
+
+    def at(self, ordinal: int) -> Prompt:
+        """Raises IndexError past the last epoch."""
+        if ordinal < 0 or (self.total is not None and ordinal >= self.total):
+            raise IndexError(f"prompt {ordinal} of {self.total}")
+        epoch, position = divmod(ordinal, len(self._items))
+        row, ids = self._items[int(self._order(epoch)[position])]
+        return Prompt(ordinal, row.domain, ids, row.teachers, row.answer)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        ordinal = 0
+        while self.total is None or ordinal < self.total:
+            yield self.at(ordinal)
+            ordinal += 1
+
+
+def _shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    return np.random.default_rng((seed, epoch)).permutation(count)

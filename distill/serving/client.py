@@ -1,0 +1,311 @@
+"""One client for every model server: SGLang's native HTTP API, and the packed scoring replies of the embedded server.
+
+Whatever aiohttp or the operating system raises becomes a ServerError here and nowhere else. A request that would kill
+the server (SGLang dies of a token id outside the vocabulary) is refused before it is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from distill.errors import ServerError, TeacherError
+from distill.packing import CONTENT_TYPE
+from distill.protocols import ServerInfo
+from distill.serving.describe import describe_server
+from distill.serving.packed import parse_packed
+from distill.serving.replies import Asked, Scores, parse_generations, parse_scores, score_error
+from distill.types import GenerateRequest, Generation, Ids, ScoreRequest, Signal, SignalSpec, TeacherScores
+
+CONNECTIONS = 512
+"""Calls in flight on one server; more wait for their turn. Above what a server decodes together."""
+IDLE_S = 2.0
+"""Idle connections are dropped before the server (uvicorn: after 5 s) drops them: no call meets a closed one."""
+QUICK_S = 30.0
+"""Longest wait for a call that computes nothing."""
+
+
+class ServerClient:
+    """Implements `ModelServer`. One HTTP session; use and close it in one event loop.
+
+    `name` is what errors call the server; `timeout_s` is the deadline of each call that computes or loads.
+    """
+
+    def __init__(self, url: str, *, name: str = "", timeout_s: float = 600.0) -> None:
+        self._url = url.rstrip("/")
+        self._timeout_s = timeout_s
+        self.label = f"{name} ({self._url})" if name else self._url
+        self._open_session: aiohttp.ClientSession | None = None
+        self._last_info: ServerInfo | None = None
+
+    async def info(self) -> ServerInfo:
+        """Ask the server what it is. Vocabulary and context length are remembered to check requests against."""
+        server = await self._json("GET", "/server_info", None, QUICK_S)
+        model = await self._json("GET", "/model_info", None, QUICK_S)
+        self._last_info = describe_server(server, model, self.label)
+        return self._last_info
+
+    async def wait_ready(self, deadline_s: float) -> None:
+        """Return when the server answers /ready, or raise ServerError after `deadline_s`."""
+        end = time.monotonic() + deadline_s
+        while True:
+            try:
+                status, _, _ = await self._call("GET", "/ready", None, min(QUICK_S, deadline_s))
+                if status == 200:
+                    return
+                reason = f"/ready answers {status}"
+            except ServerError as error:
+                reason = error.what
+            if time.monotonic() >= end:
+                raise ServerError(f"{self.label} was not ready after {deadline_s:g} s", why=reason)
+            await asyncio.sleep(0.1)
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """Continue all prompts in one HTTP request; the answers come in the order of the requests."""
+        info = await self._known()
+        for request in requests:
+            self._check_ids(request.id, request.input_ids, request.max_new_tokens, info)
+        body = {
+            "input_ids": [request.input_ids.tolist() for request in requests],
+            "rid": [request.id for request in requests],
+            "sampling_params": [_sampling_params(request) for request in requests],
+            "return_logprob": True,
+        }
+        _, _, reply = await self._post("/generate", body, f"{len(requests)} answers")
+        return parse_generations(reply, requests, self.label)
+
+    async def score(
+        self, requests: Sequence[ScoreRequest], spec: SignalSpec, teacher: str, expected_version: str
+    ) -> list[TeacherScores]:
+        """Score finished responses by the weights `expected_version`; any other version is a TeacherError."""
+        info = await self._known()
+        k = spec.k if spec.signal is Signal.TOPK else 0
+        if k > info.vocab_size or (spec.signal is Signal.TOPK and k < 1):
+            self._refuse(f"top-{k} of a vocabulary of {info.vocab_size}", "set objective.k to at most the vocabulary")
+        for request in requests:
+            self._check_ids(request.id, request.input_ids, 0, info)
+            if not 0 < request.response_len < len(request.input_ids):
+                self._refuse(
+                    f"request {request.id}: a response of {request.response_len} among {len(request.input_ids)} tokens",
+                    "give at least one prompt token and one response token",
+                )
+        full = spec.signal is Signal.FULL
+        asked = [
+            Asked(
+                id=request.id,
+                input_ids=request.input_ids,
+                response_len=request.response_len,
+                start=len(request.input_ids) - request.response_len - 1,
+                vocab_size=info.vocab_size,
+                weight_version=expected_version,
+                # a server without packed replies gives the whole vocabulary as the largest possible top-k
+                k=info.vocab_size if full and not info.packed else k,
+            )
+            for request in requests
+        ]
+        _, kind, reply = await self._post("/generate", _score_body(asked, info.packed, full), f"{len(asked)} scores")
+        if info.packed and kind != CONTENT_TYPE:
+            raise score_error(teacher, asked[0].id, f"the reply is {kind or 'without a content type'}, not packed")
+        scores = parse_packed(reply, asked, teacher, full=full) if info.packed else parse_scores(reply, asked, teacher)
+        return [_teacher_scores(teacher, found, full, info.vocab_size) for found in scores]
+
+    async def load_weights(self, path: Path, version: str) -> None:
+        """Load the Hugging Face folder `path`, as seen by the server, and call it `version`.
+
+        Raises TeacherError when the server cannot load it; what it holds then is unknown.
+        """
+        status, _, reply = await self._call(
+            "POST", "/update_weights_from_disk", {"model_path": str(path), "weight_version": version}, self._timeout_s
+        )
+        answer = _as_object(reply)
+        if status != 200 or answer.get("success") is not True:
+            raise TeacherError(
+                f"{self.label} did not load {path}: {_message_of(reply) or f'HTTP {status}'}",
+                why="the weights of the server are unknown after an update that failed",
+                fix="check that the folder is complete and of the architecture that the server was started with",
+            )
+
+    async def checksums(self) -> dict[str, str]:
+        """Tensor name -> digest of its bytes as the server holds it. With several ranks, "rank<i>/" goes before."""
+        answer = await self._json("POST", "/weights_checker", {"action": "checksum"}, self._timeout_s)
+        ranks: Any = answer.get("ranks")
+        if answer.get("success") is not True or not isinstance(ranks, list) or not ranks:
+            raise ServerError(f"{self.label} gives no checksums: {answer.get('message') or answer}")
+        if len(ranks) == 1:
+            return dict(ranks[0]["checksums"])
+        return {f"rank{i}/{name}": digest for i, rank in enumerate(ranks) for name, digest in rank["checksums"].items()}
+
+    async def pause(self, mode: str) -> None:
+        """Stop computing. `mode`: abort ends running requests, retract and in_place keep them for `resume`."""
+        await self._action("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        await self._action("/continue_generation", {})
+
+    async def abort(self, request_id: str | None) -> None:
+        """End one request, or all of them. They answer with what they have and the finish reason "abort"."""
+        await self._action("/abort_request", {"abort_all": True} if request_id is None else {"rid": request_id})
+
+    async def flush(self) -> None:
+        """Forget cached prefixes. Refused while requests run."""
+        await self._action("/flush_cache", {})
+
+    async def release(self, tags: Sequence[str]) -> None:
+        """Give memory back: "weights", "kv_cache". The server must be idle: SGLang dies otherwise."""
+        await self._action("/release_memory_occupation", {"tags": list(tags)})
+
+    async def reoccupy(self, tags: Sequence[str]) -> None:
+        """Take back what `release` gave away; only that (SGLang dies otherwise). Weights must be loaded again."""
+        await self._action("/resume_memory_occupation", {"tags": list(tags)})
+
+    async def close(self) -> None:
+        if self._open_session is not None:
+            await self._open_session.close()
+            self._open_session = None
+
+    async def _known(self) -> ServerInfo:
+        return self._last_info or await self.info()
+
+    def _check_ids(self, request_id: str, ids: Ids, new_tokens: int, info: ServerInfo) -> None:
+        if not len(ids):
+            self._refuse(f"request {request_id} has no tokens", "give at least one token")
+        if ids.min() < 0 or ids.max() >= info.vocab_size:
+            wrong = int(ids.min() if ids.min() < 0 else ids.max())
+            self._refuse(
+                f"request {request_id} has token id {wrong}, outside the vocabulary of {info.vocab_size}",
+                "check that the tokenizer belongs to the model",
+            )
+        if len(ids) + new_tokens > info.context_length:
+            self._refuse(
+                f"request {request_id}: {len(ids)} tokens and {new_tokens} new ones exceed the context length of "
+                f"{info.context_length}",
+                "shorten the prompt, lower max_new_tokens or raise server.context_length",
+            )
+
+    def _refuse(self, what: str, fix: str) -> NoReturn:
+        raise ServerError(
+            f"{self.label}: not sent: {what}",
+            why="a request like this can end a model server for all its users",
+            fix=fix,
+        )
+
+    async def _action(self, path: str, body: dict[str, Any]) -> None:
+        await self._post(path, body, "an acknowledgement")
+
+    async def _json(self, method: str, path: str, body: Any, deadline_s: float) -> dict[str, Any]:
+        status, _, reply = await self._call(method, path, body, deadline_s)
+        if status != 200:
+            self._raise_status(path, status, reply)
+        return _as_object(reply)
+
+    async def _post(self, path: str, body: dict[str, Any], awaited: str) -> tuple[int, str, bytes]:
+        status, kind, reply = await self._call("POST", path, body, self._timeout_s, awaited)
+        if status != 200:
+            self._raise_status(path, status, reply)
+        return status, kind, reply
+
+    def _raise_status(self, path: str, status: int, reply: bytes) -> NoReturn:
+        raise ServerError(
+            f"{self.label} answered {path} with HTTP {status}: {_message_of(reply) or 'no message'}",
+            fix="the server's log says more" if status >= 500 else "",
+        )
+
+    async def _call(
+        self, method: str, path: str, body: Any, deadline_s: float, awaited: str = "an answer"
+    ) -> tuple[int, str, bytes]:
+        """(status, content type, body) of one HTTP call, or ServerError: no answer, or none within `deadline_s`."""
+        data = None if body is None else msgspec.json.encode(body)
+        try:
+            async with asyncio.timeout(deadline_s):
+                async with self._session().request(
+                    method, self._url + path, data=data, headers={"Content-Type": "application/json"}
+                ) as response:
+                    return response.status, response.content_type, await response.read()
+        except TimeoutError as error:
+            raise ServerError(
+                f"waited {deadline_s:g} s for {awaited} to {path} from {self.label}",
+                why="the server is overloaded, stuck or paused",
+                fix="raise the timeout if it is only slow; its log says what it does",
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerError(
+                f"{self.label} gave no answer to {path}: {str(error) or type(error).__name__}",
+                why="the server died, is restarting or cannot be reached from here",
+                fix="its log says why it ended",
+            ) from error
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._open_session is None:
+            self._open_session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=CONNECTIONS, keepalive_timeout=IDLE_S),
+                timeout=aiohttp.ClientTimeout(total=None),  # each call has its own deadline
+            )
+        return self._open_session
+
+
+def _sampling_params(request: GenerateRequest) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "max_new_tokens": request.max_new_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "stop_token_ids": list(request.stop_token_ids),
+    }
+    if request.seed is not None:
+        params["sampling_seed"] = request.seed
+    return params
+
+
+def _score_body(asked: Sequence[Asked], packed: bool, full: bool) -> dict[str, Any]:
+    """A scoring request. It starts one token before the response: the first row of a reply is always null."""
+    body: dict[str, Any] = {
+        "input_ids": [one.input_ids.tolist() for one in asked],
+        "rid": [one.id for one in asked],
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": [one.start for one in asked],
+        "top_logprobs_num": asked[0].k,
+    }
+    if packed:
+        return body | {"return_packed": True} | ({"return_full_logprobs": True} if full else {})
+    return body | {
+        "return_text_in_logprobs": False,
+        "return_flat_raw_top_logprobs": True,
+        "return_flat_raw_top_logprobs_b64": True,
+    }
+
+
+def _teacher_scores(teacher: str, scores: Scores, full: bool, vocab_size: int) -> TeacherScores:
+    if not full:
+        return TeacherScores(teacher, scores.logprobs, scores.topk_ids, scores.topk_logprobs, scores.log_tail)
+    rows_RV = scores.full_logprobs
+    if rows_RV is None:
+        assert scores.topk_ids is not None and scores.topk_logprobs is not None
+        rows_RV = np.empty((len(scores.logprobs), vocab_size), np.float32)
+        np.put_along_axis(rows_RV, scores.topk_ids.astype(np.intp), scores.topk_logprobs, axis=1)
+    return TeacherScores(teacher, scores.logprobs, full_logprobs=rows_RV)
+
+
+def _as_object(reply: bytes) -> dict[str, Any]:
+    """The JSON object in `reply`; an empty one for anything else, which no caller takes for an answer."""
+    try:
+        decoded = msgspec.json.decode(reply)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return {}
+    return decoded if isinstance(decoded, dict) else {}
+
+
+def _message_of(reply: bytes) -> str:
+    """What a refusal says: {"error": {"message"}}, {"message"}, {"detail"}, or the text itself."""
+    answer = _as_object(reply)
+    error = answer.get("error")
+    message: Any = error.get("message") if isinstance(error, dict) else error
+    message = message or answer.get("message") or answer.get("detail")
+    return str(message or reply[:500].decode("utf-8", "replace")).strip()

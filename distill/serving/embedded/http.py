@@ -1,0 +1,58 @@
+"""What the route handlers share: the state of the server, JSON in and out, refusals as replies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from distill.serving.embedded import replies
+from distill.serving.embedded.engine import Engine
+from distill.serving.embedded.jobs import Refusal
+from distill.serving.embedded.served import Limits
+
+
+@dataclass(slots=True)
+class State:
+    """What the handlers share."""
+
+    engine: Engine
+    limits: Limits
+    name: str = "embedded"
+    mesh: Mapping[str, Any] | None = None
+    started: float = field(default_factory=time.monotonic)
+    weights_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while weights are loaded, released or resumed: one such change at a time."""
+    released: set[str] = field(default_factory=set[str])
+    disk: tuple[str, str] = ("", "")
+    """Folder and version of the last weights that came from disk: what a resume reads again."""
+    in_flight: set[str] = field(default_factory=set[str])
+    """rids that are being served."""
+
+
+Handler = Callable[[State, Request], Awaitable[Response]]
+
+
+def json_reply(value: Any, status: int = 200) -> Response:
+    return Response(replies.to_json(value), status, media_type="application/json")
+
+
+def error_reply(status: int, message: str) -> Response:
+    return json_reply({"error": {"message": message}}, status)
+
+
+async def read_body(request: Request) -> Any:
+    """The decoded JSON body; an empty one is {}. Raises Refusal (400)."""
+    raw = await request.body()
+    if not raw:
+        return {}
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refusal(400, f"the body is not JSON: {error}") from error

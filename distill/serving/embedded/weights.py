@@ -1,0 +1,142 @@
+"""Weights from disk into a running model, and digests of what it holds.
+
+`prepare` may run on any thread and touches nothing; `Prepared.apply` runs between two decode steps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig
+
+from distill.errors import ConfigError, MissingDependency
+from distill.serving.embedded.served import ServedModel, check_folder, load_model, some, stop_ids, weight_files
+
+_NOT_THE_MODEL = {
+    "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache", "eos_token_id",
+    "bos_token_id", "pad_token_id", "_attn_implementation", "tokenizer_class",
+}  # fmt: skip
+"""Keys of config.json that do not change which function the weights compute."""
+
+
+def live_tensors(model: Any) -> dict[str, Tensor]:
+    """The tensors that a checkpoint of `model` holds, by their names there. Tied weights appear once."""
+    tied = tied_names(model)
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+
+
+def tied_names(model: Any) -> dict[str, str]:
+    """Name that is only an alias -> name under which the tensor is saved."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def octets(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, row-major, on the host."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+
+
+def checksums(served: ServedModel) -> dict[str, str]:
+    """xxh3-64 of the bytes of each tensor as the server holds it: 16 hex digits."""
+    return {name: xxhash.xxh3_64_hexdigest(octets(tensor)) for name, tensor in live_tensors(served.model).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Weights that were checked and can be made live."""
+
+    folder: Path
+    tensors: Mapping[str, Tensor]
+    """For the present model; memory-mapped. Empty when there is a replacement."""
+    replacement: ServedModel | None = None
+    """A model of another shape, to take the place of the present one."""
+
+    def apply(self, served: ServedModel) -> ServedModel:
+        """Make them live in `served`, or hand out the model that replaces it."""
+        if self.replacement is not None:
+            return self.replacement
+        live = live_tensors(served.model)
+        with torch.no_grad():
+            for name, tensor in self.tensors.items():
+                live[name].copy_(tensor)
+        served.folder = self.folder
+        served.stop_ids = stop_ids(self.folder) or served.stop_ids
+        return served
+
+
+def prepare(served: ServedModel, folder: Path, base: Path | None) -> Prepared:
+    """Open and check the weights of `folder`. Raises ConfigError and leaves everything as it was if they do not fit."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder")
+    if (folder / "adapter_config.json").is_file():
+        return Prepared(folder, live_tensors(_merged(folder, base, served)))
+    check_folder(folder, served.limits)
+    if _function_of(folder) != _config_dict(served.config):
+        return Prepared(folder, {}, replacement=ServedModel.load(folder, served.limits))
+    found = _open(folder)
+    wanted, aliases = live_tensors(served.model), tied_names(served.model)
+    for alias, name in aliases.items():
+        if (tensor := found.pop(alias, None)) is not None:
+            found.setdefault(name, tensor)
+    if missing := set(wanted) - set(found):
+        # Some architectures keep other names in memory than in files; transformers knows how to convert them, and
+        # says what is missing otherwise.
+        found = live_tensors(load_model(folder, served.limits))
+        assert not missing - set(found)
+    elif strays := sorted(set(found) - set(wanted)):
+        raise ConfigError(f"{folder}: the model has no place for {some(strays)}")
+    for name, tensor in wanted.items():
+        if found[name].shape != tensor.shape:
+            raise ConfigError(
+                f"{folder}: {name} has shape {tuple(found[name].shape)}, the model needs {tuple(tensor.shape)}"
+            )
+        if found[name].is_floating_point() != tensor.is_floating_point():
+            raise ConfigError(f"{folder}: {name} is {found[name].dtype}, which cannot become {tensor.dtype}")
+    return Prepared(folder, found)
+
+
+def _open(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the folder, memory-mapped: nothing is read before it is copied."""
+    tensors: dict[str, Tensor] = {}
+    with ExitStack() as stack:
+        for file in weight_files(folder):
+            try:
+                opened = stack.enter_context(safe_open(file, "pt"))
+                tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118: not a mapping
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{file}: cannot be read: {error}") from error
+    return tensors
+
+
+def _function_of(folder: Path) -> dict[str, Any]:
+    try:
+        return _config_dict(AutoConfig.from_pretrained(folder, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}/config.json: {str(error).partition(chr(10))[0]}") from error
+
+
+def _config_dict(config: Any) -> dict[str, Any]:
+    return {key: value for key, value in config.to_dict().items() if key not in _NOT_THE_MODEL}
+
+
+def _merged(adapter: Path, base: Path | None, served: ServedModel) -> Any:
+    """The base model with a LoRA adapter added into its weights."""
+    if base is None:
+        named = json.loads((adapter / "adapter_config.json").read_text()).get("base_model_name_or_path")
+        raise ConfigError(f"{adapter}: this is an adapter (over {named}): say which folder its base is", fix='give "base"')
+    try:
+        from peft import PeftModel
+    except ModuleNotFoundError as error:
+        raise MissingDependency(f"{adapter}: LoRA adapters need the package 'peft'", fix="pip install peft") from error
+    if _function_of(base) != _config_dict(served.config):
+        raise ConfigError(f"{adapter}: its base {base} is not the architecture that this server holds")
+    return PeftModel.from_pretrained(load_model(base, served.limits), adapter).merge_and_unload()

@@ -1,0 +1,114 @@
+"""Scores in the packed binary form of the embedded server, under the same rules as the JSON forms of `replies`.
+
+`meta` is {"items": [{"id", "prompt_tokens", "rows", "weight_version"}, ...]}; the arrays hold all items one after
+another, rows for the tokens after `logprob_start_len` only, so that no null row needs to be dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from distill.packing import PackingError, unpack
+from distill.serving.replies import (
+    ROUNDING,
+    Asked,
+    BrokenReply,
+    Scores,
+    check_logprobs,
+    check_sampled,
+    check_topk,
+    check_version,
+    score_error,
+)
+from distill.types import Ids
+
+
+class _PackedItem(msgspec.Struct):
+    id: str
+    prompt_tokens: int
+    rows: int
+    weight_version: str
+
+
+class _PackedMeta(msgspec.Struct):
+    items: list[_PackedItem]
+
+
+def parse_packed(body: bytes, asked: Sequence[Asked], teacher: str, *, full: bool = False) -> list[Scores]:
+    """The scores in a packed reply, as read-only views of `body`. Raises TeacherError.
+
+    `full` says that whole rows were asked for. `Asked.start` must be the prompt's length less one, and `k` and
+    `vocab_size` the same for all.
+    """
+    k, vocab_size = asked[0].k, asked[0].vocab_size
+    try:
+        meta, arrays = _open(body, asked)
+        total = sum(one.response_len for one in asked)
+        logprobs = _array(arrays, "logprobs", "<f4", (total,))
+        token_ids = _array(arrays, "token_ids", "<i4", (total,))
+        topk_ids = _array(arrays, "topk_ids", "<i4", (total, k)) if k else None
+        topk_logprobs = _array(arrays, "topk_logprobs", "<f4", (total, k)) if k else None
+        tails = _array(arrays, "log_tail", "<f4", (total,)) if k else None
+        full_logprobs = _array(arrays, "full_logprobs", "<f4", (total, vocab_size)) if full else None
+    except BrokenReply as error:
+        raise score_error(teacher, ", ".join(one.id for one in asked), error) from None
+    optional = (topk_ids, topk_logprobs, tails, full_logprobs)
+    scores: list[Scores] = []
+    begin = 0
+    for item, one in zip(meta.items, asked, strict=True):
+        rows = slice(begin, begin + one.response_len)
+        begin = rows.stop
+        found = Scores(logprobs[rows], *(None if array is None else array[rows] for array in optional))
+        try:
+            _check(found, token_ids[rows], item, one)
+        except BrokenReply as error:
+            raise score_error(teacher, one.id, error) from None
+        scores.append(found)
+    return scores
+
+
+def _open(body: bytes, asked: Sequence[Asked]) -> tuple[_PackedMeta, dict[str, NDArray[Any]]]:
+    try:
+        plain, arrays = unpack(body)
+        meta = msgspec.convert(plain, _PackedMeta)
+    except (PackingError, msgspec.ValidationError) as error:
+        raise BrokenReply(f"the packed reply cannot be read: {error}") from error
+    if len(meta.items) != len(asked):
+        raise BrokenReply(f"{len(meta.items)} replies came back for {len(asked)} requests")
+    for item, one in zip(meta.items, asked, strict=True):
+        if item.rows != one.response_len:
+            raise BrokenReply(f"{item.rows} rows came back for the {one.response_len} response tokens of {one.id}")
+    return meta, arrays
+
+
+def _array(arrays: Mapping[str, NDArray[Any]], name: str, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    array = arrays.get(name)
+    if array is None:
+        raise BrokenReply(f"the packed reply has no {name}")
+    if array.dtype.str != dtype or array.shape != shape:
+        raise BrokenReply(f"{name} is {array.dtype.str} {array.shape}, {dtype} {shape} was expected")
+    return array
+
+
+def _check(scores: Scores, token_ids: Ids, item: _PackedItem, asked: Asked) -> None:
+    if item.id != asked.id:
+        raise BrokenReply(f"the reply is about request {item.id}")
+    if item.prompt_tokens != len(asked.input_ids):
+        raise BrokenReply(f"the reply is about {item.prompt_tokens} tokens, {len(asked.input_ids)} were sent")
+    check_version(item.weight_version, asked.weight_version)
+    if (token_ids != asked.response_ids).any():
+        raise BrokenReply("the rows are about other tokens than the response that was sent")
+    check_sampled(scores.logprobs)
+    if scores.topk_ids is not None and scores.topk_logprobs is not None and scores.log_tail is not None:
+        check_topk(scores.topk_ids, scores.topk_logprobs, asked.vocab_size)
+        check_logprobs(scores.log_tail, "the tail of a top-k row")
+    if scores.full_logprobs is not None:
+        check_logprobs(scores.full_logprobs, "an entry of a full row")
+        again = np.take_along_axis(scores.full_logprobs, token_ids[:, None].astype(np.intp), axis=1)[:, 0]
+        if (np.abs(again - scores.logprobs) > ROUNDING).any():
+            raise BrokenReply("the full rows and the scores of the response tokens do not agree")

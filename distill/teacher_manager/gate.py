@@ -1,0 +1,94 @@
+"""What must agree before a server that has just loaded a teacher may score with it: the weights and a canary.
+
+The weights: the server's digests of the tensors that it holds, against the file's. The canary: log-probabilities of a
+fixed sequence, against those of the teacher's first activation. The weights catch a wrong, torn or stale load, the
+canary what digests cannot see: stale buffers and caches, and weights that the server names differently.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distill.errors import TeacherError
+from distill.protocols import ModelServer
+from distill.teacher_manager.teachers import Teacher
+from distill.types import Floats, Ids, ScoreRequest, Signal, SignalSpec
+
+CANARY_TOKENS = 16
+CANARY_RESPONSE = 12
+_STRIDE = 2_654_435_761
+"""Knuth's multiplicative hash: spreads the ids over any vocabulary."""
+
+
+def canary_ids(vocab_size: int) -> Ids:
+    """The fixed sequence (CANARY_TOKENS,): it depends on the vocabulary's size alone."""
+    return np.array([index * _STRIDE % vocab_size for index in range(1, CANARY_TOKENS + 1)], dtype=np.int32)
+
+
+class CanaryStore:
+    """Canary log-probabilities by weight digest, in a JSON file of the run's folder: a resumed run checks them too."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._records: dict[str, dict[str, Any]] = {}
+        if path.is_file():
+            try:
+                self._records = dict(json.loads(path.read_text()))
+            except ValueError as error:
+                raise TeacherError(
+                    f"{path}: cannot be read: {error}",
+                    why="it holds what each teacher said at its first activation",
+                    fix="delete it to record the teachers anew, if their files are as they were",
+                ) from error
+
+    def get(self, digest: str) -> Floats | None:
+        record = self._records.get(digest)
+        return None if record is None else np.array(record["logprobs"], dtype=np.float32)
+
+    def put(self, digest: str, teacher: str, logprobs: Floats) -> None:
+        self._records[digest] = {"teacher": teacher, "logprobs": [float(value) for value in logprobs]}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self._path.with_name(self._path.name + ".new")
+        fresh.write_text(json.dumps(self._records, indent=1))
+        fresh.replace(self._path)
+
+
+class Gate:
+    """Checks one activation. Raises TeacherError when the server does not hold what the teacher's files say."""
+
+    def __init__(self, canaries: CanaryStore, *, vocab_size: int, atol: float) -> None:
+        self._canaries = canaries
+        self._ids = canary_ids(vocab_size)
+        self._atol = atol
+
+    async def check(self, client: ModelServer, teacher: Teacher, slot: str) -> None:
+        held = await client.checksums()
+        wrong = await asyncio.to_thread(teacher.differences, held)
+        if wrong:
+            raise TeacherError(
+                f"teacher {teacher.name}: {slot} holds {len(wrong)} of {len(teacher.tensors)} tensors with other bytes "
+                f"than {teacher.folder}, the first is {wrong[0]}",
+                why="its scores would come from other weights than those of the teacher",
+                fix="check that nothing rewrites the folder during a run; look at the server's log",
+            )
+        request = ScoreRequest(f"canary-{teacher.name}", self._ids, CANARY_RESPONSE)
+        replies = await client.score([request], SignalSpec(Signal.SAMPLED), teacher.name, teacher.version)
+        self._compare(teacher, slot, replies[0].logprobs)
+
+    def _compare(self, teacher: Teacher, slot: str, found: Floats) -> None:
+        recorded = self._canaries.get(teacher.digest)
+        if recorded is None:
+            self._canaries.put(teacher.digest, teacher.name, found)
+            return
+        change = float(np.max(np.abs(found - recorded)))
+        if not change <= self._atol:  # a NaN must not pass
+            raise TeacherError(
+                f"teacher {teacher.name}: its canary on {slot} moved by {change:.3g} nat, more than {self._atol:g}",
+                why="the same weights gave other log-probabilities when first loaded: a cache or a buffer is stale",
+                fix="restart the server; another dtype or device needs a larger teacher_manager.canary_atol",
+            )

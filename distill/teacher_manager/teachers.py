@@ -1,0 +1,102 @@
+"""A teacher as files: where its weights lie, how large they are, and what a server that loaded them must hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from distill.errors import TeacherError
+from distill.teacher_manager.weights import FLOATS, StoredTensor, cast_checksum, stored_tensors, tensor_checksums
+from distill.transfermesh.digest import model_digest, tensor_digest
+
+_SPELLING = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+@dataclass(slots=True)
+class Teacher:
+    """One teacher. `open` reads the headers; the digests are read once, when they are first asked for."""
+
+    name: str
+    folder: Path
+    base: Path | None
+    """The model that a LoRA adapter in `folder` belongs to."""
+    tensors: Mapping[str, StoredTensor]
+    held_dtype: str | None = None
+    """What servers hold its floats as, in safetensors' spelling; None: as they are stored."""
+    _digest: str = ""
+    _checksums: dict[str, str] = field(default_factory=dict[str, str])
+    _casts: dict[tuple[str, str], str] = field(default_factory=dict[tuple[str, str], str])
+
+    @classmethod
+    def open(cls, name: str, folder: Path, base: Path | None = None, *, server_dtype: str | None = None) -> Teacher:
+        """Raises ConfigError without weights in `folder`, TeacherError for a file that is broken or too short.
+
+        `server_dtype` (float32, bfloat16, float16) is what the servers hold: it decides how large the teacher is there.
+        """
+        held_dtype = None if server_dtype is None else _SPELLING[server_dtype]
+        return cls(name, folder, base, stored_tensors(folder), held_dtype)
+
+    @property
+    def bytes(self) -> int:
+        """Weight bytes that a server holds."""
+        return sum(tensor.nbytes_as(self.held_dtype) for tensor in self.tensors.values())
+
+    @property
+    def checksums(self) -> Mapping[str, str]:
+        """Tensor name -> xxh3-64 in the file, read when it was first asked for and never again.
+
+        A file that is changed later no longer agrees with what a server loads from it, which is what we want to notice.
+        """
+        if not self._checksums:
+            self._checksums = tensor_checksums(self.folder)
+        return self._checksums
+
+    @property
+    def digest(self) -> str:
+        """One digest of all the weights, 32 hex digits."""
+        if not self._digest:
+            self._digest = model_digest(self.checksums)
+        return self._digest
+
+    @property
+    def version(self) -> str:
+        """The weight version label that a server carries while it holds this teacher."""
+        return f"{self.name}@{self.digest[:8]}"
+
+    def check_files(self) -> None:
+        """Raises TeacherError when the files are no longer what `open` saw: gone, cut short or of another layout."""
+        if stored_tensors(self.folder) != self.tensors:
+            raise TeacherError(
+                f"teacher {self.name}: the tensors in {self.folder} are not those of the run's start",
+                why="scores before and after the change would come from two different teachers",
+                fix="put the files back, or start a new run",
+            )
+
+    def differences(self, held: Mapping[str, str]) -> list[str]:
+        """Names of tensors that a server holds with other bytes than the file's; empty when all agree.
+
+        `held` is the server's own name -> xxh3-64. A float tensor may have been cast to another float dtype when it was
+        loaded, and one of two equal tensors (tied embeddings) may be left out. Any other tensor that the server does
+        not list is a difference, unless the server has names of its own (SGLang fuses q, k and v into one tensor): then
+        the canary has to stand in for those.
+        """
+        changed = [name for name in self.tensors if name in held and not self._agrees(name, held[name])]
+        listed = {self.checksums[name] for name in self.tensors if name in held}
+        unlisted = [name for name in self.tensors if name not in held and self.checksums[name] not in listed]
+        has_own_names = bool(held.keys() - self.tensors.keys())
+        return changed if has_own_names else changed + unlisted
+
+    def _agrees(self, name: str, held: str) -> bool:
+        if held == self.checksums[name]:
+            return True
+        return any(held == self._cast(name, dtype) for dtype in FLOATS if dtype != self.tensors[name].dtype)
+
+    def _cast(self, name: str, dtype: str) -> str | None:
+        """What the tensor's digest is after a cast; None when the file is no longer the one that was digested."""
+        tensor = self.tensors[name]
+        if (name, dtype) not in self._casts:
+            if tensor_digest(tensor.bytes()) != self.checksums[name]:
+                return None
+            self._casts[name, dtype] = cast_checksum(tensor, dtype)
+        return self._casts[name, dtype]

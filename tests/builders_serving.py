@@ -1,0 +1,74 @@
+"""A tiny random Llama on disk, what transformers says of it, and launchers for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from distill.config.models import ServerConfig
+from distill.registry import load
+
+VOCAB = 61
+CONTEXT = 128
+
+
+def save_tiny_llama(folder: Path, seed: int) -> Path:
+    """A float32 model of 2 layers whose rows are far from uniform."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.15,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def reference_logprobs(folder: Path, ids: np.ndarray) -> np.ndarray:
+    """(N, V): row i is log p(next | ids[: i + 1]) as transformers computes it in float32."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits_NV = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0]
+    return logits_NV.log_softmax(-1).numpy()
+
+
+def reference_greedy(folder: Path, ids: np.ndarray, count: int) -> np.ndarray:
+    """The `count` ids that transformers writes after `ids`, the likeliest one each time."""
+    written = ids.astype(np.int64)
+    for _ in range(count):
+        written = np.append(written, reference_logprobs(folder, written)[-1].argmax())
+    return written[len(ids) :].astype(np.int32)
+
+
+def launcher(program: str, model: Path, folder: Path, *, python: Path | None = None, **changes: Any) -> Any:
+    """A launcher of one server for `model`, weights called v0."""
+    index = changes.pop("index", 0)
+    config = ServerConfig(
+        program=program,
+        device="cpu",
+        start_timeout_s=240,
+        python=python,
+        args=["--skip-tokenizer-init"] if program == "sglang" else [],
+    ).model_copy(update=changes)
+    return load("server", program)(
+        config,
+        name=f"{program}-{index}",
+        model=model,
+        vocab_size=VOCAB,
+        folder=folder,
+        index=index,
+        weight_version="v0",
+        run_key=None,
+    )

@@ -1,0 +1,222 @@
+"""What a teacher backend does with real model servers: three teachers, one slot, real weights, real deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from distill.config import TeacherManagerConfig
+from distill.errors import TeacherError
+from distill.protocols import ServerAddress
+from distill.serving.client import ServerClient
+from distill.teacher_manager import AnnouncedScheduler, CanaryStore, Slot, Teacher, TeacherManager
+from distill.types import GenerateRequest, Sample, ScoredSample, Signal, SignalSpec
+from tests.builders import sample
+from tests.builders_serving import VOCAB, launcher, reference_greedy, reference_logprobs, save_tiny_llama
+
+NAMES = ("a", "b", "c")
+ATOL = 1e-5
+pytestmark = pytest.mark.xdist_group("teacher backend")
+
+
+@dataclass
+class House:
+    """A running server and the folders of three teachers."""
+
+    host: Any
+    folders: dict[str, Path]
+    expected: dict[tuple[str, bytes], np.ndarray] = field(default_factory=dict[tuple[str, bytes], np.ndarray])
+
+    def reference(self, teacher: str, item: Sample) -> np.ndarray:
+        """(R, V) from a direct forward of transformers."""
+        ids = np.concatenate([item.prompt_ids, item.response_ids])
+        key = (teacher, ids.tobytes())
+        if key not in self.expected:
+            self.expected[key] = reference_logprobs(self.folders[teacher], ids)[len(item.prompt_ids) - 1 : -1]
+        return self.expected[key]
+
+    def check(self, scored: ScoredSample) -> None:
+        item = scored.sample
+        assert [scores.teacher for scores in scored.scores] == list(item.teachers)
+        for scores in scored.scores:
+            rows_RV = self.reference(scores.teacher, item)
+            sampled = rows_RV[np.arange(len(item.response_ids)), item.response_ids]
+            np.testing.assert_allclose(scores.logprobs, sampled, atol=ATOL)
+            assert scores.topk_ids is not None and scores.topk_logprobs is not None
+            named = np.take_along_axis(rows_RV, scores.topk_ids.astype(np.intp), axis=1)
+            np.testing.assert_allclose(scores.topk_logprobs, named, atol=ATOL)
+
+    def kill(self) -> None:
+        """SIGKILL to the server's process, found among our own children."""
+        for child in psutil.Process().children(recursive=True):
+            if "distill.serving.embedded" in child.cmdline():
+                os.kill(child.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    root = tmp_path_factory.mktemp("teachers")
+    folders = {name: save_tiny_llama(root / name, seed) for seed, name in enumerate(NAMES, start=11)}
+    host = launcher("embedded", folders["a"], root / "logs")
+    try:
+        host.start()
+        yield House(host, folders)
+    finally:
+        host.stop()
+
+
+class Backend:
+    """A teacher manager over the one server."""
+
+    def __init__(self, house: House, tmp_path: Path, *, budget: int | None = None, **config: Any) -> None:
+        self.house = house
+        self.client = ServerClient
+        self.messages: list[str] = []
+        self.spans: list[str] = []
+        self.scored = asyncio.Event()
+        teachers = [Teacher.open(name, folder) for name, folder in house.folders.items()]
+        settings = TeacherManagerConfig(hold_s=0.0, timeout_s=120, **config)
+        slot = Slot("slot-0", self.locate, self.connect, budget or max(teacher.bytes for teacher in teachers))
+        scheduler = AnnouncedScheduler(NAMES, ["slot-0"], hold_s=0.0, max_visit_tokens=settings.max_visit_tokens)
+        self.manager = TeacherManager(
+            teachers,
+            [slot],
+            scheduler,
+            SignalSpec(Signal.TOPK, 4),
+            settings,
+            vocab_size=VOCAB,
+            canaries=CanaryStore(tmp_path / "canaries.json"),
+            on_span=self.span,
+            on_event=lambda _, message: self.messages.append(message),
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.manager.close()
+
+    def span(self, kind: str, *_: object) -> None:
+        self.spans.append(kind)
+        if kind == "score":
+            self.scored.set()
+
+    async def locate(self, deadline_s: float) -> ServerAddress:
+        return await asyncio.to_thread(self.house.host.address, deadline_s)
+
+    def connect(self, address: ServerAddress) -> ServerClient:
+        return self.client(address.url, name=address.name, timeout_s=60)
+
+
+@pytest.fixture
+async def backend(house: House, tmp_path: Path) -> AsyncIterator[Backend]:
+    async with Backend(house, tmp_path, call_tokens=32) as made:
+        yield made
+
+
+async def test_it_says_what_it_can_give(backend: Backend) -> None:
+    caps = backend.manager.caps
+    assert caps.vocab_size == VOCAB
+    assert Signal.FULL in caps.signals and caps.max_k == VOCAB
+
+
+async def test_samples_of_three_teachers_come_back_with_the_scores_of_a_direct_forward(backend: Backend) -> None:
+    samples = [sample(index, length=1 + index % 9, teachers=NAMES[index % 3 :]) for index in range(18)]
+    for item in samples:
+        backend.manager.announce(item.id, list(item.teachers), 10)
+    for scored in await asyncio.gather(*map(backend.manager.score, samples)):
+        backend.house.check(scored)
+    assert backend.manager.swap_counts() == {"a": 1, "b": 1, "c": 1}
+
+
+async def test_after_fifty_random_swaps_every_score_is_still_that_of_its_teacher(backend: Backend) -> None:
+    random = np.random.default_rng(0)
+    name = "a"
+    for index in range(50):
+        name = random.choice([other for other in NAMES if other != name])
+        backend.house.check(await backend.manager.score(sample(index % 12, length=7, teachers=(str(name),))))
+    assert sum(backend.manager.swap_counts().values()) == 50
+    assert backend.spans.count("swap") == 50
+
+
+async def test_a_teacher_writes_its_own_answers_between_scores(backend: Backend) -> None:
+    prompt = np.array([5, 9, 11], np.int32)
+    request = GenerateRequest("g", prompt, 6, temperature=0.0)
+    scoring = asyncio.gather(*(backend.manager.score(sample(index, teachers=("a",))) for index in range(4)))
+    answers = await asyncio.gather(*(backend.manager.generate(name, [request]) for name in NAMES))
+    for scored in await scoring:
+        backend.house.check(scored)
+    for name, (answer,) in zip(NAMES, answers, strict=True):
+        expected = reference_greedy(backend.house.folders[name], prompt, 6)
+        assert answer.output_ids.tolist() == expected[: len(answer.output_ids)].tolist()
+        assert len(answer.output_ids) == 6 or answer.finish_reason == "stop"
+
+
+@pytest.mark.faults
+async def test_a_server_killed_in_the_middle_loses_no_sample_and_gives_no_wrong_score(backend: Backend) -> None:
+    samples = [sample(index, length=9, teachers=NAMES) for index in range(60)]
+    tasks = [asyncio.create_task(backend.manager.score(item)) for item in samples]
+    await backend.scored.wait()
+    backend.house.kill()
+    scored = await asyncio.gather(*tasks)
+    assert [result.sample.id for result in scored] == [item.id for item in samples]
+    for result in scored:
+        backend.house.check(result)
+    assert any(message.startswith("slot-0: ") and "failed" in message for message in backend.messages)
+    assert sum(backend.manager.swap_counts().values()) >= 4, "what was resident had to be loaded again"
+
+
+@pytest.mark.faults
+async def test_weights_that_change_on_disk_are_caught_before_they_score_anything(house: House, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(house.folders["a"], tmp_path / "a"))
+    async with Backend(House(house.host, house.folders | {"a": folder}), tmp_path) as backend:
+        backend.house.check(await backend.manager.score(sample(0, teachers=("a",))))
+        backend.house.check(await backend.manager.score(sample(1, teachers=("b",))))
+        model = LlamaForCausalLM.from_pretrained(folder)
+        with torch.no_grad():
+            model.model.norm.weight[3] += 1e-3
+        model.save_pretrained(folder)
+        with pytest.raises(TeacherError, match=r"a: slot-0 holds 1 of \d+ tensors with other bytes.*norm\.weight"):
+            await backend.manager.score(sample(2, teachers=("a",)))
+        backend.house.check(await backend.manager.score(sample(3, teachers=("c",))))
+
+
+@pytest.mark.faults
+async def test_a_load_of_other_weights_under_the_right_label_is_caught(house: House, tmp_path: Path) -> None:
+    class WrongLoads(ServerClient):
+        async def load_weights(self, path: Path, version: str) -> None:
+            await super().load_weights(house.folders["c"], version)
+
+    async with Backend(house, tmp_path) as backend:
+        backend.client = WrongLoads
+        with pytest.raises(TeacherError, match=r"teacher a: .* tensors with other bytes"):
+            await backend.manager.score(sample(1, teachers=("a",)))
+
+
+@pytest.mark.faults
+async def test_a_checkpoint_cut_short_during_the_run_is_named_with_its_bytes(house: House, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(house.folders["a"], tmp_path / "a"))
+    async with Backend(House(house.host, house.folders | {"a": folder}), tmp_path) as backend:
+        file = folder / "model.safetensors"
+        size = file.stat().st_size
+        with file.open("r+b") as stream:
+            stream.truncate(size - 100)
+        with pytest.raises(TeacherError, match=f"expected {size} bytes, found {size - 100}"):
+            await backend.manager.score(sample(2, teachers=("a",)))
+
+
+def test_a_budget_that_is_too_small_is_refused_before_anything_is_loaded(house: House, tmp_path: Path) -> None:
+    with pytest.raises(TeacherError, match=r"slot-0 holds 0\.000 GB \(1000 bytes\)"):
+        Backend(house, tmp_path, budget=1000)

@@ -1,0 +1,257 @@
+"""Composition: the file, the groups and the command line, and what is said of mistakes in each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distill.config.compose import LoadedConfig, load_config
+from distill.config.models import RunConfig
+from distill.config.overrides import read_overrides
+from distill.config.schema import UnknownKey, annotation_at, describe, dotted, json_schema, split
+from distill.errors import ConfigError
+from tests.builders_config import settings, write_yaml
+
+
+def load(folder: Path, *overrides: str, **changes: Any) -> LoadedConfig:
+    return load_config(write_yaml(folder, settings() | changes), overrides)
+
+
+def refusal(folder: Path, *overrides: str, **changes: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, *overrides, **changes)
+    text = str(caught.value)
+    assert "append to your config" not in text, "Hydra's own advice must not reach the user"
+    return text
+
+
+def test_a_file_without_a_defaults_list_is_the_same_run_as_with_it(tmp_path: Path) -> None:
+    plain = load(tmp_path)
+    assert load(tmp_path, defaults=["distill", "_self_"]).resolved == plain.resolved
+    assert plain.config.objective.name == "reverse_kl"
+
+
+def test_the_resolved_configuration_composes_to_itself(tmp_path: Path) -> None:
+    first = load(tmp_path, "objective=jsd", "objective.beta=0.3", "student.lr=2e-4")
+    again = load_config(write_yaml(tmp_path / "elsewhere", first.resolved), [])
+    assert again.config == first.config
+
+
+def test_a_group_on_the_command_line_replaces_the_objective_of_the_file(tmp_path: Path) -> None:
+    block = {"name": "reverse_kl", "support": "teacher_topk", "k": 8}
+    assert load(tmp_path, "objective=jsd", "objective.beta=0.3", objective=block).config.objective.model_dump() == {"name": "jsd", "beta": 0.3}
+    assert load(tmp_path, "objective.beta=0.3", "objective=jsd", objective=block).config.objective.options == {"beta": 0.3}
+    assert load(tmp_path, "objective.name=jsd", objective=block).config.objective.options == {}
+    assert load(tmp_path, objective=block).config.objective.options == {"support": "teacher_topk", "k": 8}
+
+
+def test_a_group_of_a_shared_section_keeps_the_other_settings_of_the_file(tmp_path: Path) -> None:
+    server = load(tmp_path, "server=sglang", server={"program": "embedded", "threads": 2}).config.server
+    assert (server.program, server.threads) == ("sglang", 2)
+    student = load(tmp_path, "student=hf").config.student
+    assert student.model == tmp_path / "base"
+
+
+@pytest.mark.parametrize("entry", [{"objective": "jsd"}, {"override objective": "jsd"}])
+def test_a_group_is_chosen_in_the_defaults_list(tmp_path: Path, entry: dict[str, str]) -> None:
+    assert load(tmp_path, defaults=["distill", entry, "_self_"]).config.objective.name == "jsd"
+    chosen = load(tmp_path, defaults=["distill", entry, "_self_"], objective={"beta": 0.2}).config.objective
+    assert (chosen.name, chosen.options) == ("jsd", {"beta": 0.2})
+
+
+def test_an_objective_that_is_chosen_twice_in_the_file_is_refused(tmp_path: Path) -> None:
+    said = refusal(tmp_path, defaults=["distill", {"objective": "jsd"}, "_self_"], objective={"name": "forward_kl"})
+    assert "'forward_kl' here and 'jsd' in the defaults list" in said
+
+
+def test_a_group_beside_the_users_file_is_found(tmp_path: Path) -> None:
+    write_yaml(tmp_path / "objective", {"name": "jsd", "beta": 0.9}, "mine.yaml")
+    assert load(tmp_path, "objective=mine").config.objective.options == {"beta": 0.9}
+
+
+def test_a_class_of_the_users_own_needs_no_group(tmp_path: Path) -> None:
+    for overrides, changes in ((["objective=my.loss:Loss"], {}), ([], {"objective": {"name": "my.loss:Loss"}})):
+        assert load(tmp_path, *overrides, "objective.x=1", **changes).config.objective.model_dump() == {"name": "my.loss:Loss", "x": 1}
+
+
+def test_paths_are_relative_to_whoever_wrote_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, home = tmp_path / "here", tmp_path / "home"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(home))
+    teachers = {"math": {"model": "~/math"}, "code": {"model": "/abs/code"}}
+    loaded = load(tmp_path / "run", "student.model=../base", "data.0.path=x.jsonl", "resume=last", teachers=teachers).config
+    assert loaded.student.model == tmp_path / "base"
+    assert [source.path for source in loaded.data] == [here / "x.jsonl", tmp_path / "run" / "code.jsonl"]
+    assert (loaded.teachers["math"].model, loaded.teachers["code"].model) == (home / "math", Path("/abs/code"))
+    assert loaded.resume == str(here / "last")
+
+
+@pytest.mark.parametrize("name", ["a b", "a,b", "a=b", "(1)", "it's", "~x", "123", "back\\slash", "a\\", "\\'", "{x}", "é"])
+def test_a_path_on_the_command_line_needs_no_quotes(tmp_path: Path, name: str) -> None:
+    assert load(tmp_path, f"student.model=/models/{name}").config.student.model == Path("/models") / name
+
+
+def test_interpolations_reach_other_keys_the_environment_and_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("BASE", "/models/base")
+    config = load(
+        tmp_path,
+        student={"model": "${oc.env:BASE}"},
+        teachers={"math": {"model": "${distill_cache:quick}/math"}, "code": {"model": "${student.model}"}},
+    ).config
+    assert config.student.model == config.teachers["code"].model == Path("/models/base")
+    assert config.teachers["math"].model == tmp_path / "cache" / "quick" / "math"
+
+
+def test_a_failing_interpolation_names_its_key(tmp_path: Path) -> None:
+    said = refusal(tmp_path, student={"model": "${oc.env:DISTILL_NO_SUCH_VARIABLE}"})
+    assert "student.model" in said and "DISTILL_NO_SUCH_VARIABLE" in said
+    assert "student.model" in refusal(tmp_path, student={"model": "${nowhere.to.find}"})
+    assert "student.model" in refusal(tmp_path, student={"model": "???"})
+
+
+def test_a_teacher_is_added_and_removed_on_the_command_line(tmp_path: Path) -> None:
+    config = load(tmp_path, "+teachers.chem.model=/m/chem", "+teachers.chem.weight=2", "data.0.teachers=[chem,math]").config
+    assert config.teachers["chem"].model == Path("/m/chem") and config.teachers["chem"].weight == 2
+    assert list(load(tmp_path, "~teachers.code", "data.1.teachers=[math]").config.teachers) == ["math"]
+
+
+WRONG_OVERRIDES = [
+    ("student.lrr=1", "unknown key student.lrr", "student.lr"),
+    ("+student.lrr=1", "unknown key student.lrr", "student.lr"),
+    ("++student.lrr=1", "unknown key student.lrr", "student.lr"),
+    ("studnet.lr=1", "unknown key studnet.lr", "did you mean student?"),
+    ("~student.lrr", "unknown key student.lrr", "student.lr"),
+    ("teachers.maht.weight=3", "there is no teacher 'maht'", "did you mean teachers.math?"),
+    ("teachers.zzzzzzzz.weight=3", "there is no teacher 'zzzzzzzz'", "+teachers.zzzzzzzz.weight=3 adds one"),
+    ("teachers.math.wieght=3", "unknown key teachers.math.wieght", "teachers.math.weight"),
+    ("student.lr.x=1", "unknown key student.lr.x", "single value"),
+    ("data.9.path=x", "data.9.path", "the file has 2"),
+    ("objective=jds", "there is no objective 'jds'", "'jsd'"),
+    ("server=sglan", "there is no server 'sglan'", "'sglang'"),
+    ("student.lr", "not key=value", "student.lr=VALUE"),
+    ("student.lr=1,2", "several values", "student.lr=[1,2]"),
+    ("trainer.steps={", "cannot read", "quotes"),
+    ("hydra.run.dir=x", "not a setting of a run", "known:"),
+    ("student@x=hf", "not a setting of a run", "known:"),
+    ("student=null", "takes the name of an implementation", "student.KEY=VALUE"),
+    ("objective={name: jsd}", "takes the name of an implementation", "objective.KEY=VALUE"),
+    ("trainer.steps=many", "trainer.steps must be a whole number, and is 'many'", ""),
+    ("trainer.steps=1.5", "trainer.steps must be a whole number, and is 1.5", ""),
+    ("student.lr=-1", "student.lr must be more than 0, and is -1", ""),
+    ("student.lr=nan", "student.lr must be", ""),
+    ("student.lr=inf", "student.lr must be a finite number", ""),
+    ("student.dtype=fp16", "student.dtype must be one of 'float32' or 'bfloat16'", ""),
+    ("student.device=gpu", "student.device must be auto, cpu, cuda or cuda:N", ""),
+    ("data.0.teachers=3", "data.0.teachers must be a list of names or a mapping of names to numbers, and is 3", ""),
+    ("data.0.teachers={math: x}", "data.0.teachers", "x"),
+    ("rollout.top_p=2", "rollout.top_p must be at most 1, and is 2", ""),
+    ("~data", "data is missing", ""),
+]
+
+
+@pytest.mark.parametrize(("override", "what", "hint"), WRONG_OVERRIDES, ids=[row[0] for row in WRONG_OVERRIDES])
+def test_a_wrong_override_is_named_with_the_nearest_right_one(tmp_path: Path, override: str, what: str, hint: str) -> None:
+    said = refusal(tmp_path, override)
+    assert what in said and hint in said
+    if not override.startswith("~"):
+        assert "the command line" in said
+
+
+def test_an_unknown_key_of_the_file_is_named_with_its_line(tmp_path: Path) -> None:
+    said = refusal(tmp_path, student={"model": "./base", "lerning_rate": 1})
+    assert f"{tmp_path}/teachers.yaml:3: unknown key student.lerning_rate" in said
+    said = refusal(tmp_path, teachers={"math": {"model": "m", "wieght": 2}})
+    assert "teachers.yaml:6: unknown key teachers.math.wieght" in said and "did you mean teachers.math.weight?" in said
+
+
+def test_every_mistake_of_the_file_is_listed_at_once(tmp_path: Path) -> None:
+    said = refusal(tmp_path, studnet={"model": "x"}, trainer={"steps": "x", "batch_size": 0})
+    assert "3 things" in said and "did you mean student?" in said
+    assert "trainer.steps must be a whole number" in said and "trainer.batch_size must be more than 0" in said
+
+
+def test_a_missing_section_is_named(tmp_path: Path) -> None:
+    values = settings()
+    del values["student"]["model"]
+    with pytest.raises(ConfigError, match=r"student\.model is missing"):
+        load_config(write_yaml(tmp_path, values), [])
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "teachers.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("student: {model: a\nteachers: b\n", r"teachers.yaml:2: not valid YAML"),
+        ("student:\n  model: a\n  model: b\n", r"teachers.yaml:3: the key student.model is given twice, first on line 2"),
+        ("a: 1\na: 2\n", r"teachers.yaml:2: the key a is given twice"),
+        ("", r"holds no settings"),
+        ("- a\n", r"holds no settings"),
+        ("student: {model: a}\n\tx: 1\n", r"teachers.yaml:2: not valid YAML"),
+        ("student: {model: a}\nhydra: {run: {dir: x}}\n", r"teachers.yaml:2: of Hydra's own settings"),
+        ("defaults: [distil, _self_]\nstudent: {model: a}\n", r"distil"),
+    ],
+)
+def test_a_file_that_is_not_a_run_is_refused_with_the_line(tmp_path: Path, text: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        load_config(write(tmp_path, text), [])
+
+
+def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
+    write_yaml(tmp_path, settings())
+    with pytest.raises(ConfigError, match=r"did you mean .*/teachers\.yaml\?"):
+        load_config(tmp_path / "teacher.yaml", [])
+    with pytest.raises(ConfigError, match=r"the last one of it that does"):
+        load_config(tmp_path / "no" / "such" / "x.yaml", [])
+    with pytest.raises(ConfigError, match=r"without a teachers\.yaml"):
+        (tmp_path / "empty").mkdir()
+        load_config(tmp_path / "empty", [])
+
+
+def test_a_folder_stands_for_the_file_in_it(tmp_path: Path) -> None:
+    write_yaml(tmp_path, settings())
+    assert load_config(tmp_path, []).source == tmp_path / "teachers.yaml"
+
+
+def test_composing_twice_leaves_nothing_behind(tmp_path: Path) -> None:
+    load(tmp_path / "a", "objective=jsd", observe={"sinks": ["jsonl"]})
+    second = load(tmp_path / "b").config
+    assert second.objective.name == "reverse_kl" and second.observe == RunConfig.model_validate(second.model_dump()).observe
+    assert second.observe.sinks == ["jsonl", "tensorboard"]
+
+
+@given(st.lists(st.one_of(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), st.integers(0, 99)), min_size=1, max_size=5))
+def test_a_key_path_survives_being_written_with_dots(path: list[str | int]) -> None:
+    assert split(dotted(path)) == tuple(path)
+
+
+@given(st.text(min_size=1, max_size=30).filter(lambda text: text.isprintable()))
+def test_any_text_of_a_path_reaches_hydra_as_it_is(text: str) -> None:
+    (setting,) = read_overrides([f"student.model=/{text}"], teachers=[], data=0).settings
+    assert OverridesParser.create().parse_override(setting).value() == f"/{text}"
+
+
+def test_the_schema_knows_every_key_that_the_models_have() -> None:
+    schema = json_schema()
+    assert set(schema["properties"]) == {*RunConfig.model_fields, "defaults", "hydra"}
+    assert schema["$defs"]["StudentConfig"]["properties"]["lr"]["description"] == "peak learning rate"
+    assert schema["additionalProperties"] is False
+
+
+def test_annotations_are_found_by_key_path() -> None:
+    assert describe(annotation_at(("data", 0, "path"))) == "a path"
+    assert describe(annotation_at(("data", 0, "teachers", "math"))) == "a number"
+    with pytest.raises(UnknownKey) as caught:
+        annotation_at(("data", "path"))
+    assert caught.value.path == ("data", "path")
