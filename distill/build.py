@@ -199,7 +199,9 @@ class _Run:
                     capacity=capacity, first_ordinal=version * config.trainer.batch_size
                 )
                 if self._checkpoint:
-                    store.restore(self._checkpoint.samples)
+                    if not self._synchronous:
+                        # What is written together must be the same in every run: a synchronous one writes all anew.
+                        store.restore(self._checkpoint.samples)
                     await student.load(self._checkpoint.student)
                 yield loop.Parts(
                     rollout=pool,
@@ -308,7 +310,10 @@ class _Run:
             barrier=self._synchronous,
         )
         manager = TeacherManager(
-            [Teacher.open(name, teacher.model, teacher.base) for name, teacher in self._config.teachers.items()],
+            [
+                Teacher.open(name, teacher.model, teacher.base, server_dtype=self._config.server.dtype)
+                for name, teacher in self._config.teachers.items()
+            ],
             [Slot(server.name, server.locate, self._connect, self._checked.models.slot_bytes) for server in servers],
             scheduler,
             objective.spec,

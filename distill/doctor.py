@@ -1,4 +1,4 @@
-"""`distill-run doctor`: what this machine has, and whether a run would start. Nothing is changed and no model is loaded.
+"""`distill-run doctor`: what this machine has, and whether a run would start. It changes nothing and loads no model.
 
 Packages that load native code are asked about in a process of their own: one that crashes there is a row, not the end.
 """
@@ -155,14 +155,18 @@ def look_at_run(report: Report, path: Path, overrides: Sequence[str]) -> None:
     report.attempt("ports", lambda: machine.check_ports(config), lambda _: str(config.server.port or "free ones"))
     if config.prepare is not None:
         prepare = config.prepare
-        made = report.attempt("prepare", lambda: is_prepared(prepare), lambda it: "done" if it else f"{prepare.script} runs first")
+        made = report.attempt(
+            "prepare", lambda: is_prepared(prepare), lambda it: "done" if it else f"{prepare.script} runs first"
+        )
         if not made:
             return
     _look_at_models(report, config)
 
 
 def _look_at_models(report: Report, config: RunConfig) -> None:
-    models = report.attempt("models", lambda: inspection.inspect_models(config), lambda it: f"student and {len(it.teachers)} teachers")
+    models = report.attempt(
+        "models", lambda: inspection.inspect_models(config), lambda it: f"student and {len(it.teachers)} teachers"
+    )
     if models is None:
         return
     parameters = models.student.parameters
@@ -172,12 +176,18 @@ def _look_at_models(report: Report, config: RunConfig) -> None:
     )
     if vocabulary is None:
         return
-    report.attempt("end of an answer", lambda: end_ids(models.student, vocabulary), lambda it: f"ids {', '.join(map(str, it))}")
+    report.attempt(
+        "end of an answer", lambda: end_ids(models.student, vocabulary), lambda it: f"ids {', '.join(map(str, it))}"
+    )
     for model in (models.student, *(teacher.model for teacher in models.teachers.values())):
-        report.attempt(f"head of {model.role}", lambda model=model: check_rows(model, vocabulary.size), lambda note: note or "fits")
+        report.attempt(
+            f"head of {model.role}", lambda model=model: check_rows(model, vocabulary.size), lambda note: note or "fits"
+        )
     report.attempt(
         "prompts",
         lambda: inspection.inspect_prompts(config, models, vocabulary),
         lambda it: f"{it.stream.prompts_per_epoch} prompts, the longest has {it.longest} tokens",
     )
-    report.attempt("objective", lambda: inspection.inspect_objective(config, vocabulary), lambda it: it.contract.optimises)
+    report.attempt(
+        "objective", lambda: inspection.inspect_objective(config, vocabulary), lambda it: it.contract.optimises
+    )

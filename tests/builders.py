@@ -7,7 +7,9 @@ import numpy as np
 from distill.types import Sample, ScoredSample, TeacherScores, sample_id
 
 
-def sample(ordinal: int, *, length: int = 3, version: int = 0, domain: str = "math", teachers: tuple[str, ...] = ("t",)) -> Sample:
+def sample(
+    ordinal: int, *, length: int = 3, version: int = 0, domain: str = "math", teachers: tuple[str, ...] = ("t",)
+) -> Sample:
     random = np.random.default_rng(ordinal)
     return Sample(
         id=sample_id(ordinal),

@@ -1,4 +1,4 @@
-"""Runs on disk for tests of configuration and preflight: tiny model folders, data and a teachers.yaml, made without torch."""
+"""Runs on disk for tests: tiny model folders, data and a teachers.yaml, made without torch."""
 
 from __future__ import annotations
 
@@ -31,12 +31,19 @@ def write_tokenizer(folder: Path, letters: str = LETTERS, *, end: str | None = E
     return len(ids)
 
 
-def write_model(folder: Path, *, letters: str = LETTERS, rows: int | None = None, context: int = 32, tokenizer: bool = True) -> Path:
+def write_model(
+    folder: Path, *, letters: str = LETTERS, rows: int | None = None, context: int = 32, tokenizer: bool = True
+) -> Path:
     """A model folder whose weights are those of a tiny language model by name and shape."""
     folder.mkdir(parents=True, exist_ok=True)
     size = write_tokenizer(folder, letters) if tokenizer else 3 + len(letters)
     rows = size if rows is None else rows
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": rows, "max_position_embeddings": context}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": rows,
+        "max_position_embeddings": context,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     save_file(weights(rows), folder / "model.safetensors")
     return folder

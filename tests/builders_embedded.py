@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from distill.serving.embedded.app import build_app
 from distill.serving.embedded.engine import Engine
-from distill.serving.embedded.http import State
+from distill.serving.embedded.http import Source, State
 from distill.serving.embedded.jobs import Job, Result, Sampling, Wanted
 from distill.serving.embedded.served import Limits, ServedModel
 
@@ -92,15 +92,19 @@ def job(
     top: int = 0,
     top_p: float = 1.0,
     top_k: int = -1,
+    call: int = 0,
 ) -> Job:
     sampling = Sampling(new, temperature, top_p, top_k, stops, seed)
     name = rid or f"r{time.monotonic_ns()}"
-    return Job(name, np.array(ids, np.int32), sampling, Wanted(start=start, output=True, top_k=top))
+    return Job(name, np.array(ids, np.int32), sampling, Wanted(start=start, output=True, top_k=top), call)
 
 
 @contextmanager
-def running_engine(folder: Path, *, max_batch_size: int = 16, limits: Limits = CPU32) -> Iterator[Engine]:
-    engine = Engine(ServedModel.load(folder, limits), max_batch_size=max_batch_size, version="v0", threads=1)
+def running_engine(
+    folder: Path, *, max_batch_size: int = 16, limits: Limits = CPU32, reproducible: bool = False
+) -> Iterator[Engine]:
+    served = ServedModel.load(folder, limits)
+    engine = Engine(served, max_batch_size=max_batch_size, version="v0", threads=1, reproducible=reproducible)
     engine.start()
     try:
         yield engine
@@ -152,7 +156,7 @@ class Server:
 @contextmanager
 def running_server(folder: Path, *, max_batch_size: int = 16, limits: Limits = CPU32) -> Iterator[Server]:
     with running_engine(folder, max_batch_size=max_batch_size, limits=limits) as engine:
-        state = State(engine, limits, disk=(str(folder), "v0"))
+        state = State(engine, limits, Source(folder, "v0"))
         config = uvicorn.Config(build_app(state), log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         listener = socket.create_server(("127.0.0.1", 0))

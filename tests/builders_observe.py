@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,7 +33,7 @@ class Clock:
 
 def wind(monkeypatch: pytest.MonkeyPatch, now: float = 1000.0) -> Clock:
     clock = Clock(now)
-    monkeypatch.setattr("distill.observe.observer.time.monotonic", clock)
+    monkeypatch.setattr("distill.observe.observer.time", SimpleNamespace(monotonic=clock, strftime=time.strftime))
     return clock
 
 

@@ -38,23 +38,27 @@ def save_tiny_llama(folder: Path, seed: int) -> Path:
 
 def reference_logprobs(folder: Path, ids: np.ndarray) -> np.ndarray:
     """(N, V): row i is log p(next | ids[: i + 1]) as transformers computes it in float32."""
+    return _rows(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), ids)
+
+
+def reference_greedy(folder: Path, ids: np.ndarray, count: int) -> np.ndarray:
+    """The `count` ids that transformers writes after `ids`, the likeliest one each time, past end tokens too."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    written = ids.astype(np.int64)
+    for _ in range(count):
+        written = np.append(written, _rows(model, written)[-1].argmax())
+    return written[len(ids) :].astype(np.int32)
+
+
+def _rows(model: Any, ids: np.ndarray) -> np.ndarray:
     with torch.no_grad():
         logits_NV = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0]
     return logits_NV.log_softmax(-1).numpy()
 
 
-def reference_greedy(folder: Path, ids: np.ndarray, count: int) -> np.ndarray:
-    """The `count` ids that transformers writes after `ids`, the likeliest one each time."""
-    written = ids.astype(np.int64)
-    for _ in range(count):
-        written = np.append(written, reference_logprobs(folder, written)[-1].argmax())
-    return written[len(ids) :].astype(np.int32)
-
-
 def launcher(program: str, model: Path, folder: Path, *, python: Path | None = None, **changes: Any) -> Any:
-    """A launcher of one server for `model`, weights called v0."""
-    index = changes.pop("index", 0)
+    """A launcher of one server for `model`, weights called v0; `changes` are fields of its configuration."""
+    index, attach_url = changes.pop("index", 0), changes.pop("attach_url", None)
     config = ServerConfig(
         program=program,
         device="cpu",
@@ -70,5 +74,6 @@ def launcher(program: str, model: Path, folder: Path, *, python: Path | None = N
         folder=folder,
         index=index,
         weight_version="v0",
-        run_key=None,
+        run_key="ab" * 32,
+        attach_url=attach_url,
     )

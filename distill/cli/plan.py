@@ -23,23 +23,29 @@ def print_plan(loaded: LoadedConfig, preflight: Preflight) -> None:
     config, plan, console = loaded.config, preflight.plan, Console(highlight=False)
     console.print(_teachers(preflight))
     models = preflight.models
-    per_slot = [teacher.slot_bytes for teacher in models.teachers.values()]
-    swaps = f"about {plan.swaps_per_step} a step, {plan.swaps_per_step * plan.steps} in the run" if plan.swaps_per_step else "none"
+    total = sum(teacher.slot_bytes for teacher in models.teachers.values())
+    swaps = (
+        f"about {plan.swaps_per_step} a step, {plan.swaps_per_step * plan.steps} in the run"
+        if plan.swaps_per_step
+        else "none"
+    )
     epochs = f"{plan.epochs:.2f} epochs of {preflight.prompts.stream.prompts_per_epoch}"
     rows = {
         "file": str(loaded.source),
         "student": f"{models.student.path} ({models.student.architecture}, {models.student.parameters:,} parameters)",
         "objective": f"{config.objective.name}: {preflight.objective.contract.optimises}",
-        "steps": f"{plan.steps:,} of {config.trainer.batch_size} samples, staleness at most {config.trainer.max_staleness}",
+        "steps": f"{plan.steps:,} of {config.trainer.batch_size} samples, staleness <= {config.trainer.max_staleness}",
         "samples": f"{plan.samples:,} of {plan.prompts:,} prompts, {epochs}",
         "tokens": f"{plan.max_tokens:,} response tokens at most",
-        "longest prompt": f"{preflight.prompts.longest} tokens, in a context of {models.context_length} ({models.tightest})",
+        "longest prompt": f"{preflight.prompts.longest} tokens",
+        "context": f"{models.context_length} tokens ({models.tightest})",
         "vocabulary": f"{preflight.vocab_size} ids, tokenizer {preflight.vocabulary.fingerprint[:12]}",
-        "teacher slots": f"{config.teacher_manager.slots} of {size(models.slot_bytes)}; the teachers together take {size(sum(per_slot))}",
+        "teacher slots": f"{config.teacher_manager.slots} of {size(models.slot_bytes)}; teachers take {size(total)}",
         "swaps": swaps,
-        "weight update": f"{size(plan.update_bytes)} after each step, over all rollout servers ({config.rollout.servers})",
+        "weight update": f"{size(plan.update_bytes)} a step, to {config.rollout.servers} rollout server(s)",
         "disk": f"{size(preflight.disk_bytes)} for checkpoints and export",
-        "held-out prompts": ", ".join(f"{name} {len(prompts)}" for name, prompts in preflight.prompts.held_out.items()) or "none",
+        "held-out prompts": ", ".join(f"{name} {len(prompts)}" for name, prompts in preflight.prompts.held_out.items())
+        or "none",
     }
     console.print(_pairs(rows))
     for note in preflight.notes:
@@ -62,7 +68,8 @@ def print_unprepared(loaded: LoadedConfig) -> None:
     }
     console.print(_pairs(rows))
     console.print(
-        f"Not made yet: {config.prepare.output}. The run first starts {config.prepare.script}, and then checks models and prompts.",
+        f"Not made yet: {config.prepare.output}. "
+        f"The run first starts {config.prepare.script}, and then checks models and prompts.",
         soft_wrap=True,
     )
 

@@ -29,7 +29,10 @@ Teach one student what several teachers know, on the answers that the student wr
 
   distill-run doctor [teachers.yaml]           what this machine has, and whether the run would start
   distill-run schema                           every key with its default and meaning, as JSON schema for editors"""
-_EPILOG = "exit codes: 0 done, 2 configuration, 3 this machine, 4 a teacher or a server, 1 a bug of ours, 128 + n stopped by signal n"
+_EPILOG = (
+    "exit codes: 0 done, 2 configuration, 3 this machine, 4 a teacher or a server, 1 a bug of ours, "
+    "128 + n stopped by signal n"
+)
 _COMMANDS = ("doctor", "schema")
 
 
@@ -57,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception:  # noqa: BLE001 - the one place that turns a bug of ours into an exit code
         traceback.print_exc()
         print(
-            "\nThis is a fault of Distill, not of yours. Please report it with the lines above, the command and the output"
-            " of `distill-run doctor`.",
+            "\nThis is a fault of Distill, not of yours. Please report it with the lines above, the command and"
+            " the output of `distill-run doctor`.",
             file=sys.stderr,
         )
         return 1

@@ -1,1 +1,1 @@
-"""Hydra's groups, one folder a seam, one YAML an implementation: the file holds the settings that implementation has."""
+"""Hydra's groups, one folder a seam, one YAML an implementation: each holds the settings of its own."""

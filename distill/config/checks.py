@@ -1,7 +1,7 @@
 """Every check that spans more than one key of a configuration. Pure: no file is opened, no model is looked at.
 
-A check yields findings: (key, what is wrong, what to do). `check` collects those of all checks into one error. What needs
-the files that a configuration names is in `distill.preflight`.
+A check yields findings: (key, what is wrong, what to do). `check` collects those of all checks into one error. What
+needs the files that a configuration names is in `distill.preflight`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,11 @@ def _teachers_in_data_exist(config: RunConfig) -> Iterator[Finding]:
     for name in config.teachers:
         if not NAME.fullmatch(name):
             key = ("teachers", name)
-            yield key, f"the teacher's name {name!r} holds other characters than letters, digits, '_', '.' and '-'", "rename it"
+            yield (
+                key,
+                f"the teacher's name {name!r} holds other characters than letters, digits, '_', '.' and '-'",
+                "rename it",
+            )
     for at, source in _sources(config):
         if source.teachers is None:
             continue
@@ -63,7 +67,11 @@ def _teachers_in_data_exist(config: RunConfig) -> Iterator[Finding]:
                     registry.did_you_mean(name, config.teachers),
                 )
             elif isinstance(source.teachers, dict) and not source.teachers[name] > 0:
-                yield place, f"{dotted(place)} must be more than 0, and is {source.teachers[name]:g}", "leave out a teacher without weight"
+                yield (
+                    place,
+                    f"{dotted(place)} must be more than 0, and is {source.teachers[name]:g}",
+                    "leave out a teacher without weight",
+                )
 
 
 def _sources(config: RunConfig) -> Iterator[tuple[KeyPath, DataConfig]]:
@@ -93,7 +101,7 @@ def _slots_fit_teachers(config: RunConfig) -> Iterator[Finding]:
     if slots > teachers:
         yield (
             ("teacher_manager", "slots"),
-            f"teacher_manager.slots is {slots}, but there {'is' if teachers == 1 else 'are'} only {teachers} teacher{'s' * (teachers > 1)}",
+            f"teacher_manager.slots is {slots}, and the number of teachers only {teachers}",
             f"a slot holds one teacher at a time: set it to {teachers} or less",
         )
 
@@ -108,13 +116,21 @@ def _attached_servers_are_named(config: RunConfig) -> Iterator[Finding]:
         key: KeyPath = ("server", name)
         if server.program != "attach":
             if urls:
-                yield key, f"server.{name} is given, but server.program is {server.program!r}", "set server=attach to use running servers"
+                yield (
+                    key,
+                    f"server.{name} is given, but server.program is {server.program!r}",
+                    "set server=attach to use running servers",
+                )
             continue
         if len(urls) != count:
             yield key, f"server.{name} names {len(urls)} servers, and {setting} is {count}", "give one URL a server"
         for index, url in enumerate(urls):
             if not re.fullmatch(r"https?://[^\s/]+/?", url):
-                yield (*key, index), f"server.{name}.{index}: {url!r} is not the address of a server", "write http://host:port"
+                yield (
+                    (*key, index),
+                    f"server.{name}.{index}: {url!r} is not the address of a server",
+                    "write http://host:port",
+                )
     if server.program == "attach":
         both = set(server.rollout_urls) & set(server.teacher_urls)
         if both:
@@ -125,7 +141,11 @@ def _attached_servers_are_named(config: RunConfig) -> Iterator[Finding]:
             )
         for name in ("args", "python"):
             if getattr(server, name):
-                yield ("server", name), f"server.{name} is given, but server.program is 'attach', which starts nothing", "remove it"
+                yield (
+                    ("server", name),
+                    f"server.{name} is given, but server.program is 'attach', which starts nothing",
+                    "remove it",
+                )
 
 
 def _ports_exist(config: RunConfig) -> Iterator[Finding]:
@@ -159,7 +179,11 @@ def _evaluation_is_complete(config: RunConfig) -> Iterator[Finding]:
     if not evaluation.data:
         for name in ("every", "limit", "kl", "max_new_tokens"):
             if getattr(evaluation, name):
-                yield ("evaluation", name), f"evaluation.{name} is given, but evaluation.data is empty", "name held-out prompts there"
+                yield (
+                    ("evaluation", name),
+                    f"evaluation.{name} is given, but evaluation.data is empty",
+                    "name held-out prompts there",
+                )
     domains = {source.domain for source in config.data}
     if None in domains:
         return
@@ -182,7 +206,11 @@ def _nothing_is_ignored(config: RunConfig) -> Iterator[Finding]:
             "set student.lr_schedule to linear or cosine, or remove it",
         )
     if observe.wandb_project and "wandb" not in observe.sinks:
-        yield ("observe", "wandb_project"), "observe.wandb_project is given, but wandb is not in observe.sinks", "add it there"
+        yield (
+            ("observe", "wandb_project"),
+            "observe.wandb_project is given, but wandb is not in observe.sinks",
+            "add it there",
+        )
     for index, beta in enumerate(student.betas):
         if not 0 <= beta < 1:
             yield ("student", "betas", index), f"student.betas.{index} must be in [0, 1), and is {beta:g}", ""
@@ -193,7 +221,7 @@ def _domains_are_names(config: RunConfig) -> Iterator[Finding]:
         if source.domain is not None and not NAME.fullmatch(source.domain):
             yield (
                 (*at, "domain"),
-                f"{dotted(at)}.domain is {source.domain!r}, which holds other characters than letters, digits, '_', '.' and '-'",
+                f"{dotted(at)}.domain is {source.domain!r}, which is more than letters, digits, '_', '.' and '-'",
                 "rename it: it becomes a part of the metrics' names",
             )
 
@@ -210,4 +238,3 @@ CHECKS: tuple[Callable[[RunConfig], Iterable[Finding]], ...] = (
     _nothing_is_ignored,
     _domains_are_names,
 )
-

@@ -1,5 +1,6 @@
-"""teachers.yaml and the command line become one RunConfig: Hydra composes, pydantic validates, `checks` has the last word.
+"""teachers.yaml and the command line become one RunConfig.
 
+Hydra composes, pydantic validates, and `checks` has the last word.
 The user's file is Hydra's primary configuration. Hydra finds its groups beside the file and in `distill.conf`.
 """
 
@@ -35,7 +36,7 @@ PRIMARY = "distill_primary"
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """`resolved` is the whole configuration as plain values, defaults included; composing it again gives the same run."""
+    """`resolved` is all of it as plain values, defaults included; composing that again gives the same run."""
 
     config: RunConfig
     resolved: dict[str, Any]
@@ -85,7 +86,9 @@ def _composed(document: Document, asked: Overrides) -> dict[str, Any]:
         return _plain(composed)
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if error.full_key else ""
-        raise ConfigError(f"{document.path}: {key}{_first_line(error)}", fix="check the ${...} in this value") from error
+        raise ConfigError(
+            f"{document.path}: {key}{_first_line(error)}", fix="check the ${...} in this value"
+        ) from error
     except HydraException as error:
         raise ConfigError(f"{document.path}: {_first_line(error)}", fix=_hydra_fix(error)) from error
     finally:
@@ -108,12 +111,14 @@ def _primary(document: Document, asked: Overrides) -> tuple[dict[str, Any], list
         named = block.get(key) if isinstance(block, Mapping) else None
         if named is not None and group in choices and named != choices[group]:
             raise ConfigError(
-                f"{document.place((group, key))}: {group} is {named!r} here and {choices[group]!r} in the defaults list",
+                f"{document.place((group, key))}: {group} is {named!r} here, {choices[group]!r} in the defaults list",
                 fix="say it in one place",
             )
         if group in asked.choices and isinstance(block, Mapping):
             # The settings of an objective belong to it alone; those of the other sections are common to all choices.
-            values[group] = {} if group == "objective" else {name: entry for name, entry in block.items() if name != key}
+            values[group] = (
+                {} if group == "objective" else {name: entry for name, entry in block.items() if name != key}
+            )
         choice = asked.choices.get(group) or named or choices.get(group)
         if choice is not None:
             where = COMMAND_LINE if group in asked.choices else document.place((group, key))
@@ -126,11 +131,17 @@ def _defaults(document: Document) -> tuple[list[Any], dict[str, str]]:
     """The defaults list with `distill` in it and without the choices of our groups, which are returned beside it."""
     written = document.values.get("defaults", ["distill", "_self_"])
     if not isinstance(written, list):
-        raise ConfigError(f"{document.place(('defaults',))}: defaults must be a list", fix="defaults: [distill, _self_]")
+        raise ConfigError(
+            f"{document.place(('defaults',))}: defaults must be a list", fix="defaults: [distill, _self_]"
+        )
     kept: list[Any] = []
     choices: dict[str, str] = {}
     for entry in written:
-        group = str(next(iter(entry))).removeprefix("override ").strip() if isinstance(entry, Mapping) and len(entry) == 1 else ""
+        group = (
+            str(next(iter(entry))).removeprefix("override ").strip()
+            if isinstance(entry, Mapping) and len(entry) == 1
+            else ""
+        )
         if group in GROUPS:
             choices[group] = str(next(iter(entry.values())))
         else:
@@ -183,6 +194,8 @@ def _first_line(error: Exception) -> str:
 
 def _hydra_fix(error: Exception) -> str:
     missing = getattr(error, "missing_cfg_file", None)
-    return f"the defaults list names {missing!r}, which is neither beside the file nor a part of distill" if missing else ""
-
-
+    return (
+        f"the defaults list names {missing!r}, which is neither beside the file nor a part of distill"
+        if missing
+        else ""
+    )

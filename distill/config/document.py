@@ -66,16 +66,18 @@ def read(path: Path) -> Document:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{_place(path, error)}: not valid YAML: {_problem(error)}", fix="check indentation, colons and quotes") from error
+        raise ConfigError(
+            f"{_place(path, error)}: not valid YAML: {_problem(error)}", fix="check indentation, colons and quotes"
+        ) from error
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{path} holds no settings", why="a run is a mapping: student, teachers, data, ...")
     lines: dict[KeyPath, int] = {}
     _walk(node, (), lines, path)
     try:
-        values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        values: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{_place(path, error)}: {_problem(error)}") from error
-    return Document(path, {str(key): value for key, value in dict(values).items()}, lines)  # pyright: ignore[reportArgumentType]
+    return Document(path, {str(key): value for key, value in values.items()}, lines)
 
 
 def _walk(node: yaml.Node, at: KeyPath, lines: dict[KeyPath, int], path: Path) -> None:

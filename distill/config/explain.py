@@ -46,7 +46,11 @@ def _key(detail: ErrorDetails) -> KeyPath:
             annotation_at(location[:length])
         except UnknownKey:
             continue
-        if not any(mark in str(each) for each in location[:length] for mark in "[(") and part not in ("int", "str", "float"):
+        if not any(mark in str(each) for each in location[:length] for mark in "[(") and part not in (
+            "int",
+            "str",
+            "float",
+        ):
             return location[:length]
     return location
 
@@ -58,7 +62,11 @@ def _finding(detail: ErrorDetails, key: KeyPath, where: Where) -> tuple[str, str
     if detail["type"] == "missing":
         section = dotted(key[:-1]) or "the run"
         return f"{where(key[:-1])}: {dotted(key)} is missing", f"{section} must have a value for {key[-1]!r}"
-    if detail["type"] == "model_type" or len(detail["loc"]) > len(key) or detail["type"].endswith(("_parsing", "_type")):
+    if (
+        detail["type"] == "model_type"
+        or len(detail["loc"]) > len(key)
+        or detail["type"].endswith(("_parsing", "_type"))
+    ):
         must = describe(annotation_at(key))
     else:
         must = _requirement(detail)

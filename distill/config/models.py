@@ -23,9 +23,9 @@ class _Section(BaseModel):
 
 
 class RunSection(_Section):
-    name: str = Field("run", pattern=_NAME, description="names the output folder")
-    dir: Path | None = Field(None, description="output folder; default outputs/<name>/<time>")
-    seed: int = Field(0, ge=0)
+    name: str = Field(default="run", pattern=_NAME, description="names the output folder")
+    dir: Path | None = Field(default=None, description="output folder; default outputs/<name>/<time>")
+    seed: int = Field(default=0, ge=0)
 
 
 class PrepareConfig(_Section):
@@ -36,92 +36,112 @@ class PrepareConfig(_Section):
 
 
 class StudentConfig(_Section):
-    backend: str = Field("hf", description="registry name of the training backend")
+    backend: str = Field(default="hf", description="registry name of the training backend")
     model: Path = Field(description="Hugging Face folder that the student starts from")
-    tokenizer: Path | None = Field(None, description="default: the model's folder")
-    lr: float = Field(1e-5, gt=0, description="peak learning rate")
+    tokenizer: Path | None = Field(default=None, description="default: the model's folder")
+    lr: float = Field(default=1e-5, gt=0, description="peak learning rate")
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    lr_final_ratio: float = Field(0.0, ge=0, le=1, description="learning rate of the last step, as a share of the peak")
-    warmup_steps: int = Field(10, ge=0)
+    lr_final_ratio: float = Field(
+        default=0.0, ge=0, le=1, description="learning rate of the last step, as a share of the peak"
+    )
+    warmup_steps: int = Field(default=10, ge=0)
     betas: tuple[float, float] = (0.9, 0.98)
-    weight_decay: float = Field(0.01, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the forward pass; master weights are float32")
-    micro_batch_tokens: Positive = Field(8192, description="prompt and response tokens a forward pass may hold, padding included")
+    weight_decay: float = Field(default=0.01, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="of the forward pass; master weights are float32"
+    )
+    micro_batch_tokens: Positive = Field(
+        default=8192, description="prompt and response tokens a forward pass may hold, padding included"
+    )
     gradient_checkpointing: bool = False
     device: Device = "auto"
-    threads: Positive = Field(1, description="CPU threads of the training process")
+    threads: Positive = Field(default=1, description="CPU threads of the training process")
 
 
 class TeacherConfig(_Section):
     model: Path = Field(description="Hugging Face folder")
-    weight: float = Field(1.0, gt=0, description="weight of its divergence where data name it without a weight")
-    base: Path | None = Field(None, description="the model that a LoRA adapter in `model` belongs to")
-    tokenizer: Path | None = Field(None, description="default: the model's folder")
+    weight: float = Field(default=1.0, gt=0, description="weight of its divergence where data name it without a weight")
+    base: Path | None = Field(default=None, description="the model that a LoRA adapter in `model` belongs to")
+    tokenizer: Path | None = Field(default=None, description="default: the model's folder")
 
 
 class DataConfig(_Section):
     path: Path = Field(description="JSONL or Parquet file")
-    domain: str | None = Field(None, description="domain of every row; default: the row's `domain` column")
+    domain: str | None = Field(default=None, description="domain of every row; default: the row's `domain` column")
     teachers: list[str] | dict[str, float] | None = Field(
-        None, description="teachers of every row, with weights if a mapping; default: the row's `teacher` column, else the teacher named like the domain"
+        default=None,
+        description="teachers of every row, with weights if a mapping; default: the row's `teacher` column, else the "
+        "teacher named like the domain",
     )
-    prompt_field: str = Field("prompt", description="column with a text, or with chat messages for the model's chat template")
+    prompt_field: str = Field(
+        default="prompt", description="column with a text, or with chat messages for the model's chat template"
+    )
     answer_field: str = "answer"
 
 
 class RolloutConfig(_Section):
-    servers: Positive = Field(1, description="rollout servers")
+    servers: Positive = Field(default=1, description="rollout servers")
     samples_per_prompt: Positive = 1
-    epochs: Positive | None = Field(None, description="times through the data; default: as often as the steps need")
+    epochs: Positive | None = Field(
+        default=None, description="times through the data; default: as often as the steps need"
+    )
     max_new_tokens: Positive = 256
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
     top_p: Fraction = 1.0
-    top_k: int = Field(-1, ge=-1)
-    requests_per_call: Positive = Field(1, description="samples an HTTP request carries; they return together")
-    timeout_s: float = Field(600.0, gt=0, description="longest wait for one call")
-    max_tries: Positive = Field(5, description="times a sample is sent again when its server fails")
+    top_k: int = Field(default=-1, ge=-1)
+    requests_per_call: Positive = Field(default=1, description="samples an HTTP request carries; they return together")
+    timeout_s: float = Field(default=600.0, gt=0, description="longest wait for one call")
+    max_tries: Positive = Field(default=5, description="times a sample is sent again when its server fails")
 
 
 class TeacherManagerConfig(_Section):
-    slots: Positive = Field(1, description="model servers that the teachers share")
-    slot_gb: float | None = Field(None, gt=0, description="weight bytes a slot holds, GB = 1e9; default: the largest teacher")
+    slots: Positive = Field(default=1, description="model servers that the teachers share")
+    slot_gb: float | None = Field(
+        default=None, gt=0, description="weight bytes a slot holds, GB = 1e9; default: the largest teacher"
+    )
     scheduler: str = "announced"
-    max_visit_tokens: Positive = Field(65536, description="tokens a teacher scores before another gets its turn")
-    call_tokens: Positive = Field(16384, description="tokens one scoring request carries")
-    hold_s: float = Field(0.05, ge=0, description="how long a visit waits for announced samples of a resident teacher")
-    canary_atol: float = Field(1e-4, gt=0, description="largest change of the canary's log-probabilities")
-    timeout_s: float = Field(600.0, gt=0)
+    max_visit_tokens: Positive = Field(
+        default=65536, description="tokens a teacher scores before another gets its turn"
+    )
+    call_tokens: Positive = Field(default=16384, description="tokens one scoring request carries")
+    hold_s: float = Field(
+        default=0.05, ge=0, description="how long a visit waits for announced samples of a resident teacher"
+    )
+    canary_atol: float = Field(default=1e-4, gt=0, description="largest change of the canary's log-probabilities")
+    timeout_s: float = Field(default=600.0, gt=0)
     max_tries: Positive = 5
 
 
 class ServerConfig(_Section):
-    program: str = Field("embedded", description="embedded | sglang | attach")
+    program: str = Field(default="embedded", description="embedded | sglang | attach")
     device: Device = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    host: str = Field("127.0.0.1", description="address that servers listen on")
-    port: int = Field(0, ge=0, le=65535, description="first port; 0 takes free ones")
-    context_length: Positive | None = Field(None, description="default: the model's own")
-    max_batch_size: Positive = Field(256, description="requests decoded together")
-    threads: Positive = Field(1, description="CPU threads of each server")
+    host: str = Field(default="127.0.0.1", description="address that servers listen on")
+    port: int = Field(default=0, ge=0, le=65535, description="first port; 0 takes free ones")
+    context_length: Positive | None = Field(default=None, description="default: the model's own")
+    max_batch_size: Positive = Field(default=256, description="requests decoded together")
+    threads: Positive = Field(default=1, description="CPU threads of each server")
     args: list[str] = Field(default_factory=list, description="passed to the program as they are")
-    python: Path | None = Field(None, description="interpreter of another environment that has the program")
+    python: Path | None = Field(default=None, description="interpreter of another environment that has the program")
     rollout_urls: list[str] = Field(default_factory=list, description="attach: rollout servers")
     teacher_urls: list[str] = Field(default_factory=list, description="attach: teacher servers")
-    start_timeout_s: float = Field(300.0, gt=0)
-    max_restarts: int = Field(5, ge=0, description="restarts of one server in a run")
+    start_timeout_s: float = Field(default=300.0, gt=0)
+    max_restarts: int = Field(default=5, ge=0, description="restarts of one server in a run")
 
 
 class MeshConfig(_Section):
-    transport: Literal["auto", "shm", "tcp"] = Field("auto", description="auto: shared memory on the same host, TCP otherwise")
-    bucket_mb: float = Field(64.0, gt=0)
-    timeout_s: float = Field(120.0, gt=0, description="longest silence of a receiver before it is fenced")
+    transport: Literal["auto", "shm", "tcp"] = Field(
+        default="auto", description="auto: shared memory on the same host, TCP otherwise"
+    )
+    bucket_mb: float = Field(default=64.0, gt=0)
+    timeout_s: float = Field(default=120.0, gt=0, description="longest silence of a receiver before it is fenced")
     host: str = "127.0.0.1"
 
 
 class StoreConfig(_Section):
     name: str = "memory"
-    capacity: Positive | None = Field(None, description="samples held; default: (max_staleness + 2) batches")
+    capacity: Positive | None = Field(default=None, description="samples held; default: (max_staleness + 2) batches")
 
 
 class ObjectiveConfig(BaseModel):
@@ -137,20 +157,28 @@ class ObjectiveConfig(BaseModel):
 
 class TrainerConfig(_Section):
     steps: Positive = 100
-    batch_size: Positive = Field(64, description="samples an optimiser step learns from")
-    max_staleness: int = Field(1, ge=0, description="weight versions a sample may lag behind; 0 is synchronous and reproducible")
-    checkpoint_every: Positive | None = Field(None, description="steps; default: at the end and on a stop only")
+    batch_size: Positive = Field(default=64, description="samples an optimiser step learns from")
+    max_staleness: int = Field(
+        default=1, ge=0, description="weight versions a sample may lag behind; 0 is synchronous and reproducible"
+    )
+    checkpoint_every: Positive | None = Field(default=None, description="steps; default: at the end and on a stop only")
     keep_checkpoints: Positive = 2
 
 
 class EvaluationConfig(_Section):
-    every: Positive | None = Field(None, description="steps between evaluations; default: at the start and the end only")
-    data: list[DataConfig] = Field(default_factory=list[DataConfig], description="held-out prompts, with answers for accuracy")
+    every: Positive | None = Field(
+        default=None, description="steps between evaluations; default: at the start and the end only"
+    )
+    data: list[DataConfig] = Field(
+        default_factory=list[DataConfig], description="held-out prompts, with answers for accuracy"
+    )
     grader: str = "exact_match"
-    limit: Positive | None = Field(None, description="prompts a domain at most")
-    teachers: bool = Field(True, description="also evaluate every teacher")
-    kl: bool = Field(False, description="also measure KL(student || teacher) on fixed answers that the teachers write")
-    max_new_tokens: Positive | None = Field(None, description="default: as in rollout")
+    limit: Positive | None = Field(default=None, description="prompts a domain at most")
+    teachers: bool = Field(default=True, description="also evaluate every teacher")
+    kl: bool = Field(
+        default=False, description="also measure KL(student || teacher) on fixed answers that the teachers write"
+    )
+    max_new_tokens: Positive | None = Field(default=None, description="default: as in rollout")
 
 
 class ObserveConfig(_Section):
@@ -176,5 +204,9 @@ class RunConfig(_Section):
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     observe: ObserveConfig = ObserveConfig()
-    ray_address: str | None = Field(None, description="null starts Ray on this machine; auto or an address joins a cluster")
-    resume: str | None = Field(None, description="auto: go on with the newest unfinished run of this name; or a run's folder")
+    ray_address: str | None = Field(
+        default=None, description="null starts Ray on this machine; auto or an address joins a cluster"
+    )
+    resume: str | None = Field(
+        default=None, description="auto: go on with the newest unfinished run of this name; or a run's folder"
+    )

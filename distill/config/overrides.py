@@ -15,6 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
+from distill.config.models import RunConfig
 from distill.config.schema import KeyPath, UnknownKey, annotation_at, dotted, holds, split
 from distill.errors import ConfigError
 from distill.registry import did_you_mean, nearest
@@ -96,7 +97,10 @@ def _parse(argument: str) -> tuple[Override, KeyPath, str]:
             fix=f"write a list as {key_text}=[{value}], and start one run for each value otherwise",
         )
     if override.package is not None or key[0] == "hydra":
-        raise ConfigError(f"{COMMAND_LINE}: {key_text!r} is not a setting of a run", fix=did_you_mean(str(key[0]), _sections()))
+        raise ConfigError(
+            f"{COMMAND_LINE}: {key_text!r} is not a setting of a run",
+            fix=did_you_mean(str(key[0]), RunConfig.model_fields),
+        )
     return override, key, value
 
 
@@ -114,16 +118,19 @@ def _quoted(key: KeyPath, value: str) -> str:
 
 
 def _check_key(argument: str, override: Override, key: KeyPath, teachers: set[str], data: int) -> None:
-    if key[0] == "teachers" and len(key) > 1 and key[1] not in teachers:
+    section = key[0]
+    if section == "teachers" and len(key) > 1 and key[1] not in teachers:
         name = str(key[1])
         if override.type is not OverrideType.ADD:
             guess = nearest(name, teachers)
             raise ConfigError(
                 f"{COMMAND_LINE}: {dotted(key)}: there is no teacher {name!r}",
-                fix=f"did you mean teachers.{guess}?" if guess else f"teachers: {', '.join(sorted(teachers))}; +{argument} adds one",
+                fix=f"did you mean teachers.{guess}?"
+                if guess
+                else f"teachers: {', '.join(sorted(teachers))}; +{argument} adds one",
             )
         teachers.add(name)
-    if key[0] == "data" and len(key) > 1 and not (isinstance(key[1], int) and key[1] < data):
+    if section == "data" and len(key) > 1 and not (isinstance(key[1], int) and key[1] < data):
         raise ConfigError(
             f"{COMMAND_LINE}: {dotted(key)}: there is no such entry of data",
             fix=f"the file has {data}, the first is data.0; data=[{{path: ...}}] replaces all of them",
@@ -133,7 +140,8 @@ def _check_key(argument: str, override: Override, key: KeyPath, teachers: set[st
     except UnknownKey as unknown:
         word = str(unknown.path[-1])
         raise ConfigError(
-            f"{COMMAND_LINE}: unknown key {dotted(key)}" + ("" if unknown.path == key else f" (at {dotted(unknown.path)})"),
+            f"{COMMAND_LINE}: unknown key {dotted(key)}"
+            + ("" if unknown.path == key else f" (at {dotted(unknown.path)})"),
             fix=suggestion(unknown.path[:-1], word, unknown.known),
         ) from None
 
@@ -143,10 +151,8 @@ def suggestion(parent: KeyPath, word: str, known: Sequence[str]) -> str:
     if not known:
         return f"{dotted(parent)} is a single value: nothing can stand below it"
     guess = nearest(word, known)
-    return f"did you mean {dotted((*parent, guess))}?" if guess else f"keys of {dotted(parent) or 'a run'}: {', '.join(known)}"
-
-
-def _sections() -> Sequence[str]:
-    from distill.config.models import RunConfig
-
-    return tuple(RunConfig.model_fields)
+    return (
+        f"did you mean {dotted((*parent, guess))}?"
+        if guess
+        else f"keys of {dotted(parent) or 'a run'}: {', '.join(known)}"
+    )

@@ -95,8 +95,8 @@ class History:
 
     def _domain(self, domain: str) -> DomainRow:
         own = list(self.domain_teachers.get(domain, ()))
-        marks = {name: self.accuracy(name, domain) for name in own}
-        best = max(own, key=lambda name: marks[name] if marks[name] is not None else -1.0, default="")
+        marks = {name: mark for name in own if (mark := self.accuracy(name, domain)) is not None}
+        best = max(own, key=lambda name: marks.get(name, -1.0), default="")
         return DomainRow(domain, self.accuracy("base", domain), best, marks.get(best), self.accuracy("student", domain))
 
     def curve(self, domain: str, field_name: str) -> list[tuple[int, float]]:

@@ -25,7 +25,7 @@ METRICS: dict[str, Metric] = {
     "train/tokens": Metric("token", "sum", "response tokens that carried a loss"),
     "train/response_tokens": Metric("token", "mean", "mean length of the batch's responses"),
     "teacher/kl/<teacher>": Metric(
-        "nat", "mean", "KL(student || teacher), mean over the tokens that the teacher scored"
+        "nat", "mean", "KL(student ‖ teacher), mean over the tokens that the teacher scored"
     ),
     "teacher/token_share/<teacher>": Metric(
         "1", "mean", "share of the batch's response tokens that the teacher scored"
@@ -56,7 +56,7 @@ METRICS: dict[str, Metric] = {
     "memory/student_peak_gb": Metric("GB", "max", "largest memory of the training process, as its backend reports it"),
     "store/size": Metric("sample", "last", "scored samples that wait for the student"),
     "eval/accuracy/<domain>": Metric("1", "last", "share of held-out prompts that the student answers right"),
-    "eval/kl/<domain>": Metric("nat", "last", "KL(student || teacher) on fixed held-out answers"),
+    "eval/kl/<domain>": Metric("nat", "last", "KL(student ‖ teacher) on fixed held-out answers"),
     "eval/teacher_accuracy/<teacher>/<domain>": Metric(
         "1", "last", "share of held-out prompts that a teacher answers right"
     ),

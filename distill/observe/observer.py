@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from distill.config import ObserveConfig
 from distill.observe.history import History
@@ -17,7 +18,7 @@ from distill.observe.metrics import check_names
 from distill.observe.progress import open_progress
 from distill.observe.record import KINDS, LEVELS, EvalRecord, Event, Span, StepRecord
 from distill.observe.report import write_report
-from distill.observe.result import final_table, summary, write_result
+from distill.observe.result import closing_lines, final_table, summary, write_result
 from distill.observe.sinks import METRICS_FILE
 from distill.observe.timeline import union
 from distill.protocols import PublishResult, Sink
@@ -69,7 +70,7 @@ class Observer:
         return time.monotonic() - self._origin
 
     @contextlib.contextmanager
-    def span(self, kind: str, label: str = "", amount: float = 0) -> Iterator[Span]:
+    def span(self, kind: str, label: str = "", amount: float = 0) -> Generator[Span]:
         """Measure a block; `amount` of what it yields may be set until the end. A block that raises is measured too."""
         assert kind in KINDS, f"{kind!r} is not in distill.observe.record.KINDS"
         span = Span(kind, self.clock(), label=label, amount=amount)
@@ -179,6 +180,8 @@ class Observer:
         write_result(self._run_dir, result)
         write_report(self._run_dir, self._history, result, self._run_dir / METRICS_FILE, self._config_text)
         self._console.print(final_table(self._history, result))
+        for line in closing_lines(result):
+            self._console.print(Text(line), soft_wrap=True)  # a path stays in one piece
         return result
 
     def _take(self, span: Span) -> None:

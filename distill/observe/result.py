@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from distill.observe.history import History
 
@@ -69,8 +67,8 @@ def percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.1f} %"
 
 
-def final_table(history: History, result: dict[str, Any]) -> RenderableType:
-    """What the run ends with: a row a domain, then where things are."""
+def final_table(history: History, result: dict[str, Any]) -> Table:
+    """What the run ends with: a row a domain."""
     table = Table(title=f"{history.run_name}: {result['status']} after {result['steps']} steps", title_justify="left")
     table.add_column("domain")
     for name in ("base", "teacher", "student", "student / teacher"):
@@ -78,10 +76,11 @@ def final_table(history: History, result: dict[str, Any]) -> RenderableType:
     for row in history.domains():
         teacher = f"{percent(row.teacher)} ({row.teacher_name})" if row.teacher is not None else "–"
         table.add_row(row.domain, percent(row.base), teacher, percent(row.student), percent(row.ratio))
-    return Group(table, *(Text(line) for line in _lines(result)))
+    return table
 
 
-def _lines(result: dict[str, Any]) -> list[str]:
+def closing_lines(result: dict[str, Any]) -> list[str]:
+    """What stands below the table: the run in a line, and where everything is."""
     lines = [
         f"{result['weight_updates']} weight updates, {result['teacher_swaps']} teacher swaps, "
         f"{result['samples']} samples, {result['tokens']} tokens in {result['wall_s']:.0f} s; "

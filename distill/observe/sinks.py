@@ -16,14 +16,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from distill.config import ObserveConfig
 from distill.errors import MissingDependency
 from distill.observe.metrics import METRICS
 
+# The classes of generated protobuf modules exist only at run time.
+_Event: Any = getattr(event_pb2, "Event")  # noqa: B009
+_SessionLog: Any = getattr(event_pb2, "SessionLog")  # noqa: B009
+_Summary: Any = getattr(summary_pb2, "Summary")  # noqa: B009
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -52,12 +55,12 @@ class TensorBoardSink:
     def __init__(self, folder: Path, config: ObserveConfig, run_name: str, resumed_from: int = 0) -> None:
         self._writer = EventFileWriter(str(folder / "tensorboard"), flush_secs=5)
         if resumed_from:
-            start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=time.time(), step=resumed_from + 1, session_log=start))
+            start = _SessionLog(status=_SessionLog.START)
+            self._writer.add_event(_Event(wall_time=time.time(), step=resumed_from + 1, session_log=start))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+        scalars = [_Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.add_event(_Event(wall_time=time.time(), step=step, summary=_Summary(value=scalars)))
 
     def close(self) -> None:
         self._writer.close()
@@ -74,8 +77,8 @@ class WandbSink:
             wandb: Any = importlib.import_module("wandb")
         except ModuleNotFoundError as error:
             raise MissingDependency(
-                "observe.sinks: wandb is not installed",
-                fix="pip install 'distill-engine[wandb]', or take it out of observe.sinks",
+                f"observe.sinks: wandb needs the package {error.name!r}, which is not installed",
+                fix="pip install 'distill-engine[wandb]', or take wandb out of observe.sinks",
             ) from error
         identity = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:12]
         self._run: Any = wandb.init(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from markupsafe import Markup, escape
 
@@ -171,19 +171,23 @@ def _rectangle(frame: _Frame, bar: Bar, top: float, height: float) -> str:
 
 
 def _merged(bars: Sequence[Bar], start: float, end: float, pixel: float) -> list[Bar]:
-    """The bars within the window, neighbours of one colour that lie closer than a pixel made one."""
+    """The bars within the window; those narrower than two pixels join a neighbour of their look within a pixel."""
     found: list[Bar] = []
     for bar in sorted(bars, key=lambda bar: bar.start):
         if bar.end < start or bar.start > end:
             continue
         low, high = max(bar.start, start), min(bar.end, end)
         last = found[-1] if found else None
-        if last is not None and last.colour == bar.colour and last.opacity == bar.opacity and low - last.end < pixel:
+        if last is not None and high - low < 2 * pixel and low - last.end < pixel and _alike(last, bar):
             title = last.title if last.title == bar.title else ""
-            found[-1] = Bar(last.start, max(last.end, high), last.colour, title, bar.opacity)
+            found[-1] = replace(last, end=max(last.end, high), title=title)
         else:
-            found.append(Bar(low, high, bar.colour, bar.title, bar.opacity))
+            found.append(replace(bar, start=low, end=high))
     return found
+
+
+def _alike(one: Bar, other: Bar) -> bool:
+    return (one.colour, one.opacity) == (other.colour, other.opacity)
 
 
 def _shortened(name: str) -> str:

@@ -10,4 +10,14 @@ from distill.preflight.inspection import Models, Preflight, TeacherFolder, inspe
 from distill.preflight.prepare import is_prepared, prepare
 from distill.preflight.vocabulary import Vocabulary
 
-__all__ = ["ModelFolder", "Models", "Preflight", "Prompts", "TeacherFolder", "Vocabulary", "inspect", "is_prepared", "prepare"]
+__all__ = [
+    "ModelFolder",
+    "Models",
+    "Preflight",
+    "Prompts",
+    "TeacherFolder",
+    "Vocabulary",
+    "inspect",
+    "is_prepared",
+    "prepare",
+]

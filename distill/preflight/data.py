@@ -1,4 +1,4 @@
-"""The prompts of a run: read, routed to teachers, tokenised, and measured against the context and the number of steps."""
+"""The prompts of a run: read, routed to teachers, tokenised, held against the context and the number of steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def load_prompts(config: RunConfig, tokenizer: Any, context_length: int, tightes
         raise ConfigError(
             f"teachers.{idle[0]}: no prompt of data is routed to it",
             why="a teacher that is never asked would be ignored",
-            fix="route prompts to it: `teachers` of a data entry, a column `teacher`, or a domain of its name; or remove it",
+            fix="name it in a data entry's `teachers`, in a column `teacher` or as a domain; or remove it",
         )
     stream = PromptStream(rows, encoded, config.run.seed, config.rollout.epochs)
     _check_steps(config, stream)

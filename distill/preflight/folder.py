@@ -24,7 +24,13 @@ _BITS = {
 }
 _HEADER_LIMIT = 100_000_000
 """The safetensors library reads no longer header."""
-_VOCABULARY_TENSORS = ("lm_head.weight", "embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+_VOCABULARY_TENSORS = (
+    "lm_head.weight",
+    "embed_tokens.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "embed_in.weight",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +97,9 @@ def existing_folder(path: Path, role: str) -> Path:
     raise ConfigError(
         f"{role}: there is no model folder {path}" + ("" if missing == path else f" ({missing} does not exist)"),
         why="models are Hugging Face folders on this machine; nothing is downloaded during a run",
-        fix=f"did you mean {path.parent / guess}?" if guess else f"check {role}, or download first: hf download NAME --local-dir {path}",
+        fix=f"did you mean {path.parent / guess}?"
+        if guess
+        else f"check {role}, or download first: hf download NAME --local-dir {path}",
     )
 
 
@@ -110,8 +118,10 @@ def read_json(path: Path, role: str) -> dict[str, Any]:
     return values
 
 
-def read_tensors(path: Path, role: str, broken: type[DistillError], single: str = "model.safetensors") -> dict[str, TensorEntry]:
-    """Name -> entry of every tensor of the folder, from the headers of `single` or of the shards that the index names."""
+def read_tensors(
+    path: Path, role: str, broken: type[DistillError], single: str = "model.safetensors"
+) -> dict[str, TensorEntry]:
+    """Name -> entry of every tensor of the folder, from the header of `single`, else of the shards in its index."""
     index = path / f"{single}.index.json"
     if (path / single).is_file():
         return read_header(path / single, role, broken)
@@ -126,11 +136,17 @@ def read_tensors(path: Path, role: str, broken: type[DistillError], single: str 
     tensors: dict[str, TensorEntry] = {}
     for shard in sorted(set(weight_map.values())):
         if not (path / shard).is_file():
-            raise broken(f"{role}: {path / shard} is missing", why=f"{index.name} lists it", fix="copy the folder again")
+            raise broken(
+                f"{role}: {path / shard} is missing", why=f"{index.name} lists it", fix="copy the folder again"
+            )
         tensors |= read_header(path / shard, role, broken)
     absent = sorted(set(weight_map) - set(tensors))
     if absent or not tensors:
-        what = f"{absent[0]}, which {index.name} promises, is in none of its files" if absent else f"{index.name} names no tensor"
+        what = (
+            f"{absent[0]}, which {index.name} promises, is in none of its files"
+            if absent
+            else f"{index.name} names no tensor"
+        )
         raise broken(f"{role}: {path}: {what}", fix="copy the folder again")
     return tensors
 
@@ -142,17 +158,27 @@ def read_header(file: Path, role: str, broken: type[DistillError]) -> dict[str, 
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, _HEADER_LIMIT):
-            raise broken(f"{role}: {file} is not a whole safetensors file: {size} bytes, its header alone has {8 + length}", fix=fix)
+            raise broken(
+                f"{role}: {file} is not a whole safetensors file: {size} bytes, its header alone has {8 + length}",
+                fix=fix,
+            )
         try:
             header = json.loads(stream.read(length))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            tensors = {name: TensorEntry(entry["dtype"], tuple(map(int, entry["shape"]))) for name, entry in entries.items()}
-            spans = {name: (int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for name, entry in entries.items()}
+            tensors = {
+                name: TensorEntry(entry["dtype"], tuple(map(int, entry["shape"]))) for name, entry in entries.items()
+            }
+            spans = {
+                name: (int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for name, entry in entries.items()
+            }
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise broken(f"{role}: the header of {file} is damaged: {error}", fix=fix) from error
     for name, (begin, end) in spans.items():
         if tensors[name].dtype in _BITS and end - begin != _bytes(tensors[name]):
-            raise broken(f"{role}: {file}: {name} takes {end - begin} bytes, and its shape needs {_bytes(tensors[name])}", fix=fix)
+            raise broken(
+                f"{role}: {file}: {name} takes {end - begin} bytes, and its shape needs {_bytes(tensors[name])}",
+                fix=fix,
+            )
     expected = 8 + length + max((end for _, end in spans.values()), default=0)
     if size != expected:
         raise broken(
@@ -170,7 +196,10 @@ def _bytes(entry: TensorEntry) -> int:
 def _number(config: Mapping[str, Any], key: str, path: Path, role: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{role}: {path / 'config.json'} has no usable {key}: {value!r}", fix="give the folder that save_pretrained wrote")
+        raise ConfigError(
+            f"{role}: {path / 'config.json'} has no usable {key}: {value!r}",
+            fix="give the folder that save_pretrained wrote",
+        )
     return value
 
 

@@ -201,7 +201,7 @@ def _slot_budget(config: RunConfig, teachers: Mapping[str, TeacherFolder]) -> in
             f"teacher_manager.slot_gb is {slot_gb:g} ({budget} bytes), and teachers.{largest.name} needs "
             f"{largest.slot_bytes} bytes ({largest.model.parameters} parameters in {config.server.dtype})",
             why="a slot must hold each teacher by itself",
-            fix=f"set teacher_manager.slot_gb={_round_up(largest.slot_bytes / 1e9):g} or more, or a smaller server.dtype",
+            fix=f"set teacher_manager.slot_gb={_round_up(largest.slot_bytes / 1e9):g} or more, or another server.dtype",
         )
     return budget
 

@@ -29,16 +29,18 @@ def disk_bytes(config: RunConfig, parameters: int) -> int:
 
 
 def check_disk(config: RunConfig, parameters: int) -> int:
-    """Bytes needed. Raises EnvironmentFault when the output folder cannot be written or the disk has not enough room."""
+    """Bytes needed. Raises EnvironmentFault for a folder that cannot be written, or a disk with too little room."""
     root = output_root(config)
     existing = next(folder for folder in (root, *root.parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise EnvironmentFault(f"run.dir: {existing} is not a folder that can be written", fix="give another run.dir=FOLDER")
+        raise EnvironmentFault(
+            f"run.dir: {existing} is not a folder that can be written", fix="give another run.dir=FOLDER"
+        )
     needed, free = disk_bytes(config, parameters), shutil.disk_usage(existing).free
     if free < needed:
         raise EnvironmentFault(
             f"no disk space: {existing} has {free / 1e9:.3g} GB free, and the run may need {needed / 1e9:.3g} GB",
-            why=f"{config.trainer.keep_checkpoints + 1} checkpoints with the optimiser's state, and the exported student",
+            why=f"{config.trainer.keep_checkpoints + 1} checkpoints with the state of the optimiser, and the export",
             fix="free some space, give run.dir=FOLDER on another disk, or keep fewer: trainer.keep_checkpoints=1",
         )
     return needed
@@ -87,5 +89,5 @@ def check_resume(config: RunConfig) -> None:
     if config.resume not in (None, "auto") and not Path(config.resume).is_dir():
         raise ConfigError(
             f"resume: there is no run folder {config.resume}",
-            fix="give the folder of a run (the one with checkpoints/ in it), or resume=auto for the newest of this name",
+            fix="give the folder of a run (the one with checkpoints/ in it), or resume=auto for the newest one",
         )

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -74,7 +74,7 @@ def _stamp(config: PrepareConfig) -> str | None:
 
 
 @contextmanager
-def _only_one(output: Path) -> Iterator[None]:
+def _only_one(output: Path) -> Generator[None]:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         lock = (output.parent / f".{output.name}.lock").open("w")

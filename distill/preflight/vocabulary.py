@@ -1,4 +1,4 @@
-"""One vocabulary for everybody: the student's tokenizer, that every teacher has the same one, and which ids end an answer.
+"""One vocabulary for everybody: the student's tokenizer, its equality with every teacher's, the ids that end an answer.
 
 Teachers read the very ids that the student wrote. A teacher whose tokenizer differs would score other words than those.
 """
@@ -36,7 +36,9 @@ class Vocabulary:
 def load_vocabulary(path: Path, role: str) -> Vocabulary:
     """The tokenizer in `path`. Raises ConfigError."""
     existing_folder(path, role)
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")):
+    if not any(
+        (path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    ):
         raise ConfigError(
             f"{role}: no tokenizer in {path}",
             why="every teacher is compared with the student's tokenizer before anything is loaded",
@@ -46,7 +48,7 @@ def load_vocabulary(path: Path, role: str) -> Vocabulary:
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001 - transformers and tokenizers raise whatever their parsers do
+    except Exception as error:
         raise ConfigError(
             f"{role}: the tokenizer in {path} cannot be loaded: {type(error).__name__}: {str(error).splitlines()[0]}",
             fix="save it again with save_pretrained",
@@ -98,9 +100,15 @@ def _same_files(one: Path, other: Path) -> bool:
 
 
 def _difference(student: Vocabulary, teacher: Vocabulary) -> str:
-    ids = [index for index in sorted({*student.tokens, *teacher.tokens}) if student.tokens.get(index) != teacher.tokens.get(index)]
+    ids = [
+        index
+        for index in sorted({*student.tokens, *teacher.tokens})
+        if student.tokens.get(index) != teacher.tokens.get(index)
+    ]
     if ids:
-        shown = ", ".join(f"{index} is {_token(student, index)} there and {_token(teacher, index)} here" for index in ids[:3])
+        shown = ", ".join(
+            f"{index} is {_token(student, index)} there and {_token(teacher, index)} here" for index in ids[:3]
+        )
         return f"{len(ids)} ids differ ({len(student.tokens)} ids there, {len(teacher.tokens)} here); id {shown}"
     part = next(name for name in student.parts if student.parts[name] != teacher.parts[name])
     was, now = (json.dumps(each.parts[part], ensure_ascii=False) for each in (student, teacher))
@@ -117,15 +125,17 @@ def check_rows(model: ModelFolder, size: int) -> str | None:
         raise ConfigError(
             f"{model.role}: its head has {model.vocab_rows} rows, and the tokenizer {size} ids",
             why="an id without a row can be neither read nor scored",
-            fix="resize the model's embeddings (resize_token_embeddings), or use the tokenizer that it was trained with",
+            fix="resize the embeddings (resize_token_embeddings), or use the tokenizer that it was trained with",
         )
     if model.vocab_rows > size:
-        return f"{model.role}: {model.vocab_rows} head rows, the tokenizer has {size}: the rest is cut before the softmax"
+        return (
+            f"{model.role}: {model.vocab_rows} head rows, the tokenizer has {size}: the rest is cut before the softmax"
+        )
     return None
 
 
 def end_ids(student: ModelFolder, vocabulary: Vocabulary) -> tuple[int, ...]:
-    """The ids that end an answer: of the tokenizer, and of generation_config.json. Raises ConfigError when there is none."""
+    """The ids that end an answer: the tokenizer's and generation_config.json's. Raises ConfigError without any."""
     found: set[int] = set()
     generation = student.path / "generation_config.json"
     written = json.loads(generation.read_bytes()).get("eos_token_id") if generation.is_file() else None

@@ -26,6 +26,7 @@ SpanSink = Callable[[str, float, float, str, int], None]
 EventSink = Callable[[str, str], None]
 """(level, message)"""
 _MIX = 0x9E3779B97F4A7C15
+_RECONNECT_PAUSE_S = 0.2
 
 
 class State(Enum):
@@ -64,12 +65,24 @@ class RolloutServer:
         return self._client
 
     async def connect(self, deadline_s: float) -> None:
-        """Find the server, waiting for a restart under way; it is JOINING afterwards."""
-        await self.close()
-        self._address = await self._locate(deadline_s)
-        self._client = self._connect(self._address)
-        await self._client.info()
-        self.state = State.JOINING
+        """Find the server, waiting for a restart under way; it is JOINING afterwards.
+
+        Its host may name the address of a program that has just died, so a refused connection is tried again.
+        """
+        end = time.monotonic() + deadline_s
+        while True:
+            await self.close()
+            self._address = await self._locate(max(end - time.monotonic(), 0.0))
+            self._client = self._connect(self._address)
+            try:
+                await self._client.info()
+            except ServerError:
+                if time.monotonic() > end:
+                    raise
+                await asyncio.sleep(_RECONNECT_PAUSE_S)
+            else:
+                self.state = State.JOINING
+                return
 
     async def close(self) -> None:
         if self._client is not None:

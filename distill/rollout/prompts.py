@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
@@ -50,7 +50,9 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
 
-def read_rows(source: DataConfig, teachers: Mapping[str, TeacherConfig], routes: Routes | None = None) -> list[PromptRow]:
+def read_rows(
+    source: DataConfig, teachers: Mapping[str, TeacherConfig], routes: Routes | None = None
+) -> list[PromptRow]:
     """Every row of `source`, with its teachers and their weights.
 
     `routes` maps a domain to the teachers of a row that names none and has no teacher named like its domain. Raises
@@ -59,7 +61,9 @@ def read_rows(source: DataConfig, teachers: Mapping[str, TeacherConfig], routes:
     rows = [_row(source, line, values, teachers, routes or {}) for line, values in _records(source.path)]
     if not rows:
         raise ConfigError(
-            f"{source.path} holds no prompt", why="a run needs prompts of every entry of data", fix="remove the entry, or fill the file"
+            f"{source.path} holds no prompt",
+            why="a run needs prompts of every entry of data",
+            fix="remove the entry, or fill the file",
         )
     return rows
 
@@ -94,9 +98,13 @@ def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             try:
                 record = json.loads(raw)
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise ConfigError(f"{path}:{line}: not a JSON object: {error}", why="a JSONL file holds one object a line") from error
+                raise ConfigError(
+                    f"{path}:{line}: not a JSON object: {error}", why="a JSONL file holds one object a line"
+                ) from error
             if not isinstance(record, dict):
-                raise ConfigError(f"{path}:{line}: not a JSON object, but {type(record).__name__}", why="a row has named columns")
+                raise ConfigError(
+                    f"{path}:{line}: not a JSON object, but {type(record).__name__}", why="a row has named columns"
+                )
             yield line, record
 
 
@@ -115,12 +123,14 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise ConfigError(f"{path} is not a whole Parquet file: {error}") from error
 
 
-def _row(source: DataConfig, line: int, values: dict[str, Any], teachers: Mapping[str, TeacherConfig], routes: Routes) -> PromptRow:
+def _row(
+    source: DataConfig, line: int, values: dict[str, Any], teachers: Mapping[str, TeacherConfig], routes: Routes
+) -> PromptRow:
     place = f"{source.path}:{line}"
     if source.prompt_field not in values:
         raise ConfigError(
             f"{place}: the row has no column {source.prompt_field!r}",
-            fix=f"{did_you_mean(source.prompt_field, map(str, values))}; `prompt_field` of the data entry names the column",
+            fix=f"{did_you_mean(source.prompt_field, map(str, values))}; `prompt_field` of the data entry names it",
         )
     prompt = values[source.prompt_field]
     if not _is_prompt(prompt):
@@ -130,7 +140,9 @@ def _row(source: DataConfig, line: int, values: dict[str, Any], teachers: Mappin
         )
     domain = source.domain if source.domain is not None else values.get("domain")
     if not isinstance(domain, str) or not domain:
-        raise ConfigError(f"{place}: the row has no domain", fix="give the data entry a `domain`, or each row a column `domain`")
+        raise ConfigError(
+            f"{place}: the row has no domain", fix="give the data entry a `domain`, or each row a column `domain`"
+        )
     answer = values.get(source.answer_field)
     if isinstance(answer, bool | Mapping | list):
         raise ConfigError(f"{place}: {source.answer_field!r} is not a text", fix="answers are compared as texts")
@@ -156,7 +168,7 @@ def _teachers(
         else:
             raise ConfigError(
                 f"{place}: nothing says who teaches this row: no teacher is named like its domain {domain!r}",
-                fix=f"give the data entry its `teachers`, or the row a column `teacher`; {did_you_mean(domain, teachers)}",
+                fix=f"give the data entry its `teachers`, or each row a `teacher`; {did_you_mean(domain, teachers)}",
             )
     if isinstance(named, Mapping):
         # A Parquet struct has every field in every row: null means that the teacher is not named here.
@@ -165,7 +177,10 @@ def _teachers(
         listed: list[Any] = [named] if isinstance(named, str) else list(named) if isinstance(named, list) else []
         weights = {str(name): teachers[name].weight if name in teachers else 1.0 for name in listed}
     if not weights:
-        raise ConfigError(f"{place}: `teacher` is neither a name, nor names, nor names with weights", fix='write "math" or {"math": 0.8}')
+        raise ConfigError(
+            f"{place}: `teacher` is neither a name, nor names, nor names with weights",
+            fix='write "math" or {"math": 0.8}',
+        )
     for name, weight in weights.items():
         if name not in teachers:
             raise ConfigError(f"{place}: {name!r} is not one of the teachers", fix=did_you_mean(name, teachers))
@@ -180,7 +195,7 @@ def encode(row: PromptRow, tokenizer: Tokenizer) -> Ids:
         ids = tokenizer(row.prompt).input_ids if isinstance(row.prompt, str) else _chat(row, row.prompt, tokenizer)
     except ConfigError:
         raise
-    except Exception as error:  # noqa: BLE001 - the tokenizers library raises bare exceptions
+    except Exception as error:
         raise ConfigError(
             f"{row.place}: the tokenizer refuses this prompt: {error}",
             fix="remove what the student's tokenizer cannot spell",
@@ -198,8 +213,10 @@ def _chat(row: PromptRow, messages: Messages, tokenizer: Tokenizer) -> Sequence[
         )
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # noqa: BLE001 - a template is a program of the model's maker: it may raise anything
-        raise ConfigError(f"{row.place}: the chat template refuses these messages: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"{row.place}: the chat template refuses these messages: {type(error).__name__}: {error}"
+        ) from error
     # The template writes the special tokens itself.
     return tokenizer(text, add_special_tokens=False).input_ids  # pyright: ignore[reportCallIssue]
 
@@ -215,7 +232,7 @@ class PromptStream:
             raise ValueError("a stream needs prompts")
         self._items = list(zip(rows, encoded, strict=True))
         self._epochs = epochs
-        self._order = lru_cache(maxsize=4)(lambda epoch: _shuffled(len(self._items), seed, epoch))
+        self._order = lru_cache(maxsize=4)(partial(_shuffled, len(self._items), seed))
 
     @property
     def total(self) -> int | None:

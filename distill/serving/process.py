@@ -61,14 +61,13 @@ class ServerProcess:
     """
 
     def __init__(self, program: Program, *, name: str, log: Path, start_timeout_s: float, max_restarts: int) -> None:
-        self._program = program
+        self.program = program
         self._name = name
         self._log_path = log
         self._start_timeout_s = start_timeout_s
         self._max_restarts = max_restarts
         self._changed = threading.Condition()
         self._stopping = threading.Event()
-        self._process: subprocess.Popen[bytes] | None = None
         self._log_from = 0
         self._address: ServerAddress | None = None
         """Set while the program runs and can be reached."""
@@ -127,9 +126,9 @@ class ServerProcess:
         restarts = 0
         try:
             while failure is None and not self._stopping.is_set():
-                if restarts:
-                    self._stopping.wait(min(FIRST_BACKOFF_S * 2 ** (restarts - 1), LONGEST_BACKOFF_S))
                 failure = self._run(restarts)
+                if failure is None:
+                    self._stopping.wait(min(FIRST_BACKOFF_S * 2**restarts, LONGEST_BACKOFF_S))
                 restarts += 1
         except DistillError as error:
             failure = error
@@ -151,17 +150,16 @@ class ServerProcess:
         return None if self._stopping.is_set() else self._judge(code, came_up, incarnation)
 
     def _spawn(self, incarnation: int) -> subprocess.Popen[bytes]:
-        command = list(self._program.command(incarnation))
+        command = list(self.program.command(incarnation))
         with self._log_path.open("ab") as log:
             log.write(f"--- {self._name}, start {incarnation}: {' '.join(command)}\n".encode())
             log.flush()
             self._log_from = log.tell()
-            self._process = start_process(command, self._program.environment(), log)
-        return self._process
+            return start_process(command, self.program.environment(), log)
 
     def _await_published(self, process: subprocess.Popen[bytes], incarnation: int) -> bool:
         def look() -> bool:
-            found = self._program.published(incarnation, process.pid)
+            found = self.program.published(incarnation, process.pid)
             if found is not None:
                 self._set(ServerAddress(self._name, found.url, incarnation, found.mesh))
             return found is not None or process.poll() is not None
@@ -179,7 +177,7 @@ class ServerProcess:
         """The error to give up with, or None to start it again."""
         log = self.log_tail()
         if not came_up and code is not None:
-            hopeless = self._program.hopeless(code, log)
+            hopeless = self.program.hopeless(code, log)
             if hopeless is not None:
                 return hopeless
         how = f"ended with {_exit_words(code)}" if code is not None else "did not come up"
@@ -208,7 +206,7 @@ def start_process(command: Sequence[str], env: Mapping[str, str], log: IO[bytes]
     try:
         return subprocess.Popen(
             command,
-            env={**env},
+            env=dict(env),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -63,9 +63,10 @@ def load_model(folder: Path, vocab_size: int, device: torch.device) -> PreTraine
         )
     transformers_logging.disable_progress_bar()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
+        model, report = loaded
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # RuntimeError: shapes that do not fit
         raise ConfigError(
             f"student.model: the model at {folder} cannot be loaded: {error}",

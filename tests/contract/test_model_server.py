@@ -104,6 +104,29 @@ async def test_it_says_what_it_is(served: Served, client: ServerClient) -> None:
     assert info.packed == (served.program == "embedded")
 
 
+def test_only_a_server_of_ours_takes_weights_over_the_mesh(served: Served) -> None:
+    mesh = served.host.address(RESTART_S).mesh
+    assert (mesh is not None) == (served.program == "embedded")
+
+
+def test_an_attached_server_is_found_with_its_mesh_and_left_running(served: Served, tmp_path: Path) -> None:
+    address = served.host.address(RESTART_S)
+    attached = launcher("attach", served.model, tmp_path, attach_url=address.url)
+    assert (attached.start().url, attached.address(5).mesh) == (address.url, address.mesh)
+    attached.stop()
+    assert served.host.address(5) == address
+
+
+async def test_a_seeded_sample_has_the_same_tokens_alone_and_in_company(served: Served, client: ServerClient) -> None:
+    if served.program == "sglang":
+        pytest.skip("SGLang ignores sampling_seed on a CPU: its deterministic mode has no backend there")
+    requests = [GenerateRequest(f"g{i}", np.array([5], np.int32), 20, seed=i) for i in range(6)]
+    together = [answer.output_ids.tolist() for answer in await client.generate(requests)]
+    alone = [(await client.generate([request]))[0].output_ids.tolist() for request in requests]
+    assert together == alone
+    assert len({tuple(tokens) for tokens in alone}) > 1
+
+
 async def test_greedy_answers_are_those_of_transformers(served: Served, client: ServerClient) -> None:
     prompts = [np.array(ids, np.int32) for ids in ([5, 9, 11], [7], [3, 60, 4, 8, 13, 21])]
     requests = [GenerateRequest(f"g{i}", ids, 10, temperature=0.0) for i, ids in enumerate(prompts)]
@@ -225,16 +248,38 @@ async def test_a_paused_server_keeps_its_requests_and_goes_on_with_them(client: 
     assert answer.finish_reason in ("length", "stop") and len(answer.output_ids) > 0
 
 
-async def test_an_aborted_request_answers_with_what_it_has(client: ServerClient) -> None:
-    await client.pause("in_place")
-    long = GenerateRequest("long", np.array([5], np.int32), 100, temperature=0.0)
-    waiting = asyncio.create_task(client.generate([long]))
-    await asyncio.wait([waiting], timeout=0.3)
-    await client.abort("long")
-    await client.resume()
-    (answer,) = await waiting
-    assert answer.finish_reason == "abort"
-    assert len(answer.output_ids) == len(answer.logprobs) < 100
+async def test_an_aborted_request_answers_with_what_it_has_and_the_others_go_on(
+    served: Served, client: ServerClient
+) -> None:
+    prompt = next(
+        ids
+        for ids in (np.array([first], np.int32) for first in range(3, VOCAB))
+        if 2 not in reference_greedy(served.model, ids, 100)
+    )
+    requests = [GenerateRequest(f"long{i}", prompt, 100, temperature=0.0) for i in range(8)]
+    for delay in (0.02, 0.05, 0.1, 0.2, 0.4, 0.8):  # it has to be running when the abort arrives
+        waiting = asyncio.create_task(client.generate(requests))
+        await asyncio.sleep(delay)
+        await client.abort("long3")
+        answers = await waiting
+        if answers[3].finish_reason == "abort":
+            break
+    assert answers[3].finish_reason == "abort"
+    assert len(answers[3].output_ids) == len(answers[3].logprobs) < 100
+    assert [len(answer.output_ids) for answer in answers if answer.id != "long3"] == [100] * 7
+
+
+async def test_pausing_with_abort_ends_what_runs(client: ServerClient) -> None:
+    requests = [GenerateRequest(f"g{i}", np.array([5], np.int32), 100, seed=i) for i in range(32)]
+    for delay in (0.02, 0.05, 0.1, 0.2, 0.4, 0.8):
+        waiting = asyncio.create_task(client.generate(requests))
+        await asyncio.sleep(delay)
+        await client.pause("abort")
+        await client.resume()  # what arrived during the pause is not aborted, it waits
+        answers = await waiting
+        if any(answer.finish_reason == "abort" for answer in answers):
+            return
+    pytest.fail("no request was aborted")
 
 
 @pytest.mark.faults

@@ -60,7 +60,7 @@ def cases(name: str) -> tuple[Case, ...]:
             params=case["params"],
             inputs={key: value(entry) for key, entry in case["inputs"].items()},
             expect={key: value(entry) for key, entry in case["expect"].items()},
-            tol={key: tuple(pair) for key, pair in case["tol"].items()},
+            tol={key: tuple(pair) for key, pair in case.get("tol", {}).items()},
             tags=frozenset(case.get("tags", [])),
         )
         for case in manifest["cases"]

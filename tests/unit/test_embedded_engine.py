@@ -1,4 +1,4 @@
-"""The engine against transformers itself: the same tokens and numbers, whatever shares the batch or changes meanwhile."""
+"""The engine against transformers itself: the same tokens and numbers, whatever shares the batch or changes."""
 
 from __future__ import annotations
 
@@ -164,6 +164,34 @@ def test_more_requests_than_rows_wait_their_turn(folder: Path) -> None:
         results = finish(engine, *jobs)
         assert engine.idle and engine.running == 0
     assert [len(result.output_ids) for result in results] == [5 + i % 4 for i in range(20)]
+
+
+def test_a_reproducible_engine_gives_the_same_bits_whatever_else_is_asked(folder: Path) -> None:
+    def call(number: int, new: int) -> list[Job]:
+        start = -1 if new else 0
+        return [job(prompt(4 + i, seed=i), new, seed=i, start=start, top=3, call=number) for i in range(5)]
+
+    def bits(results: list[Result]) -> list[tuple[bytes, ...]]:
+        return [
+            (r.output_ids.tobytes(), r.output_logprobs.tobytes(), r.scores.log_tail.tobytes() if r.scores else b"")
+            for r in results
+        ]
+
+    with running_engine(folder, reproducible=True) as engine:
+        expected = [bits(finish(engine, *call(1, 20))), bits(finish(engine, *call(2, 0)))]
+        for round_ in range(3):
+            crowd = [
+                job(prompt(2 + 5 * i, seed=i), 7 * (i % 3), start=0, seed=50 + i, call=100 + i + 10 * round_)
+                for i in range(6)
+            ]
+            written, scored = call(1, 20), call(2, 0)
+            engine.submit(crowd[: 2 * round_])
+            engine.submit(written)
+            engine.submit(scored)
+            engine.submit(crowd[2 * round_ :])
+            assert [bits([wait(one.done) for one in group]) for group in (written, scored)] == expected
+            for one in crowd:
+                wait(one.done)
 
 
 # --- scoring -------------------------------------------------------------------------------------------------------
@@ -360,7 +388,9 @@ def poison(engine: Engine, token: int, monkeypatch: pytest.MonkeyPatch, *, steps
 
 
 @pytest.mark.parametrize("new", [0, 12])
-def test_a_request_that_the_model_chokes_on_fails_alone(folder: Path, new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_the_model_chokes_on_fails_alone(
+    folder: Path, new: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start = -1 if new else 0
     good: Callable[[int], Job] = lambda i: job([5 + i, 6, 7], new, seed=i, start=start)  # noqa: E731
     with running_engine(folder) as engine:
@@ -430,7 +460,7 @@ def test_folders_that_cannot_be_served_are_refused_with_the_reason(tmp_path: Pat
     good = save_model(tmp_path / "good")
     with pytest.raises(ConfigError, match=r"config\.json"):
         ServedModel.load(tmp_path, CPU32)
-    with pytest.raises(ConfigError, match="61 rows.*62"):
+    with pytest.raises(ConfigError, match=r"61 rows.*62"):
         ServedModel.load(good, Limits(CPU32.device, CPU32.dtype, vocab_size=62))
     with pytest.raises(EnvironmentFault, match="do not fit"):
         ServedModel.load(good, Limits(CPU32.device, CPU32.dtype, memory_bytes=1000))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import math
 import shutil
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -140,7 +142,9 @@ def test_a_batch_gives_a_list_in_order_with_its_own_parameters_a_request(shared:
 
 def test_seed_and_sampling_seed_are_one_thing_and_without_them_texts_differ(shared: Server) -> None:
     def write(**params: Any) -> list[int]:
-        return shared.generate(prompt(5), sampling_params={"max_new_tokens": 20, "ignore_eos": True, **params})["output_ids"]
+        return shared.generate(prompt(5), sampling_params={"max_new_tokens": 20, "ignore_eos": True, **params})[
+            "output_ids"
+        ]
 
     assert write(seed=7) == write(sampling_seed=7) != write(seed=8)
     assert write() != write()
@@ -161,7 +165,12 @@ def test_requests_that_arrive_together_are_decoded_together(shared: Server) -> N
 
 def test_a_stream_gives_all_tokens_so_far_in_every_event(shared: Server, folder: Path) -> None:
     ids = prompt(5)
-    body = {"input_ids": ids, "sampling_params": {**GREEDY, "max_new_tokens": 6}, "stream": True, "return_logprob": True}
+    body = {
+        "input_ids": ids,
+        "sampling_params": {**GREEDY, "max_new_tokens": 6},
+        "stream": True,
+        "return_logprob": True,
+    }
     status, raw, kind = shared.call("POST", "/generate", body)
     assert status == 200 and kind.startswith("text/event-stream")
     *events, last = [line.removeprefix("data: ") for line in raw.decode().split("\n\n") if line]
@@ -183,7 +192,11 @@ def test_a_streamed_batch_says_whose_event_it_is(shared: Server) -> None:
 def test_a_client_that_goes_away_takes_its_request_with_it(server: Server) -> None:
     for stream in (False, True):
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-        body = {"input_ids": prompt(5), "sampling_params": {"max_new_tokens": 100, "ignore_eos": True}, "stream": stream}
+        body = {
+            "input_ids": prompt(5),
+            "sampling_params": {"max_new_tokens": 100, "ignore_eos": True},
+            "stream": stream,
+        }
         server.post("/pause_generation", {"mode": "in_place"})
         connection.request("POST", "/generate", json.dumps(body))
         deadline = threading.Event()
@@ -304,7 +317,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (score_body([1, 2], return_packed=True), "logprob_start_len"),
     ({"input_ids": [1], "return_packed": True}, "max_new_tokens to 0"),
     (score_body([1, 2], logprob_start_len=0, return_full_logprobs=True), "return_packed"),
-    (score_body([[1, 2], [3, 4]], logprob_start_len=0, return_packed=True, top_logprobs_num=[1, 2]), "one top_logprobs"),
+    (
+        score_body([[1, 2], [3, 4]], logprob_start_len=0, return_packed=True, top_logprobs_num=[1, 2]),
+        "one top_logprobs",
+    ),
 ]
 
 
@@ -460,7 +476,7 @@ def test_an_update_in_the_middle_of_a_text_shows_in_its_spans(server: Server, ot
         spans = text.result(60)["meta_info"]["weight_versions"]
     assert spans[0]["start"] == 0 and spans[-1]["end"] == 100
     assert [span["version"] for span in spans] in (["v0", "v1"], ["v0"])
-    assert all(left["end"] == right["start"] for left, right in zip(spans, spans[1:], strict=False))
+    assert all(left["end"] == right["start"] for left, right in itertools.pairwise(spans))
 
 
 def broken_folder(good: Path, folder: Path, how: str) -> Path:
@@ -516,6 +532,32 @@ def test_a_folder_that_is_not_there_and_an_adapter_without_its_base_are_refused(
     status, reply = shared.post("/update_weights_from_disk", {"model_path": str(tmp_path)})
     assert status == 400 and "somewhere/base" in reply["message"]
     assert shared.post("/update_weights_from_disk", {})[0] == 400
+
+
+def test_an_adapter_without_the_package_that_reads_it_is_refused(
+    shared: Server, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    status, reply = shared.post("/update_weights_from_disk", {"model_path": str(tmp_path), "base": str(folder)})
+    assert status == 400 and "pip install peft" in reply["message"]
+
+
+def test_an_adapter_is_merged_into_its_base_and_comes_back_after_a_release(server: Server, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base = save_model(tmp_path / "base", seed=5)
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(reference(base), settings)
+    model.save_pretrained(tmp_path / "adapter")
+    ids = prompt(10)
+    rows = reference_rows(model, ids)
+    body = {"model_path": str(tmp_path / "adapter"), "base": str(base), "weight_version": "lora"}
+    assert server.post("/update_weights_from_disk", body)[0] == 200
+    for _ in range(2):
+        _, arrays = packed(server, ids, logprob_start_len=0)
+        assert np.allclose(arrays["logprobs"], rows[np.arange(9), ids[1:]], atol=1e-4)
+        assert server.post("/release_memory_occupation")[0] == 200
+        assert server.post("/resume_memory_occupation")[0] == 200
 
 
 def test_a_folder_with_another_architecture_replaces_the_model_when_nothing_runs(

@@ -68,7 +68,7 @@ def test_a_commit_between_two_tokens_shows_in_the_spans(folder: Path, sent: dict
 
         def progress(result: Result) -> None:
             if len(result.output_ids) == 7:
-                engine.run_between_steps(lambda: loader._go_live(5))
+                engine.run_between_steps(lambda: loader._go_live(5, loader._staged))
 
         writer = job(prompt(5), 20, seed=1)
         writer.on_progress = progress
@@ -88,6 +88,20 @@ def test_an_aborted_update_leaves_everything_as_it_was_and_the_next_one_works(
         assert checksums(engine.require_model()) == before
         stage(loader, sent, 6)
         assert loader.commit(6) == digest(sent) and engine.version == "6"
+
+
+def test_a_commit_whose_turn_comes_after_it_was_given_up_changes_nothing(
+    folder: Path, sent: dict[str, torch.Tensor]
+) -> None:
+    with running_engine(folder) as engine:
+        before = checksums(engine.require_model())
+        loader = TorchLoader(engine)
+        stage(loader, sent)
+        given_up = loader._staged
+        loader.abort()
+        with pytest.raises(MeshError, match="given up"):
+            wait(engine.run_between_steps(lambda: loader._go_live(5, given_up)))
+        assert checksums(engine.require_model()) == before and engine.version == "v0"
 
 
 def test_tensors_that_do_not_cover_the_model_are_named(folder: Path, sent: dict[str, torch.Tensor]) -> None:

@@ -44,7 +44,9 @@ def until(condition: Any, what: str, seconds: float = START_S) -> Any:
 
 
 @contextmanager
-def started(folder: Path, file: Path, *extra: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+def started(
+    folder: Path, file: Path, *extra: str, **variables: str
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     process = subprocess.Popen(
         command(folder, "--address-file", str(file), *extra),
         env=environment(**variables), stderr=subprocess.PIPE, text=True,
@@ -150,7 +152,9 @@ def test_weights_published_over_the_mesh_are_live_and_agree(tmp_path: Path, tran
         endpoint = Endpoint.from_dict(address["mesh"])
         assert endpoint.name == "r0"
         publisher = Publisher(key, transport=transport)
-        items = [(n, str(w.dtype), w.shape, np.ascontiguousarray(w).reshape(-1).view(np.uint8)) for n, w in weights.items()]
+        items = [
+            (n, str(w.dtype), w.shape, np.ascontiguousarray(w).reshape(-1).view(np.uint8)) for n, w in weights.items()
+        ]
         report = publisher.publish(items, 12, [endpoint])
         assert not report.failed
         reply = post(address["url"], "/weights_checker", {"action": "checksum"})

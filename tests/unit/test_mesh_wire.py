@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from distill.errors import MeshError
 from distill.transfermesh import Manifest, MemoryLoader, TensorSpec, model_digest, tensor_digest
-from distill.transfermesh.auth import dial
+from distill.transfermesh.auth import dial, run_id
 from distill.transfermesh.digest import bucket_digest
 from distill.transfermesh.link import Deadline, Link, receive_all
+from distill.transfermesh.transports.shm import Segment
 from distill.transfermesh.wire import (
     MAC_BYTES,
     MAGIC,
@@ -228,6 +229,10 @@ WRONG_SEGMENTS = {
         Chunk(0, [Slice(0, 0, 100)], 100, GOOD_DIGEST, "distill-mesh-" + "0" * 16 + "-1-1"),
         "not a segment",
     ),
+    "one that is not there": (
+        Chunk(0, [Slice(0, 0, 100)], 100, GOOD_DIGEST, f"distill-mesh-{run_id(KEY)}-1-1"),
+        "cannot map the publisher's segment: .*No such file.*mesh.transport=tcp",
+    ),
     "none": (Chunk(0, [Slice(0, 0, 100)], 100, GOOD_DIGEST), "not a segment of this run"),
 }
 
@@ -242,6 +247,14 @@ def test_a_publisher_gone_wrong_is_refused_by_its_bucket(case):
 def test_a_receiver_maps_only_segments_of_its_own_run(case):
     chunk, reason = WRONG_SEGMENTS[case]
     refused("shm", chunk, reason)
+
+
+def test_a_bucket_beyond_the_end_of_its_segment_is_refused():
+    segment = Segment(run_id(KEY), 4096)
+    try:
+        refused("shm", Chunk(0, [Slice(0, 0, 100)], 100, GOOD_DIGEST, segment.name, 4000), "is outside of segment")
+    finally:
+        segment.close()
 
 
 def refused(transport: str, chunk: Chunk, reason: str) -> None:

@@ -28,11 +28,15 @@ class Program:
         self.name = name
         self.incarnation = 1
         self.broken = False
+        self.stale_answers = 0
+        """Times that the host names the dead program's address before it notices."""
         self.finish_reason = "stop"
         self.calls: list[list[str]] = []
 
     async def locate(self, _deadline_s: float) -> ServerAddress:
-        if self.broken:
+        if self.broken and self.stale_answers:
+            self.stale_answers -= 1
+        elif self.broken:
             self.broken = False
             self.incarnation += 1
         return ServerAddress(self.name, f"http://{self.name}", self.incarnation, {"name": self.name})
@@ -40,7 +44,9 @@ class Program:
     def connect(self, _address: ServerAddress) -> Any:
         return self
 
-    async def info(self) -> None: ...
+    async def info(self) -> None:
+        if self.broken:
+            raise ServerError(f"{self.name}: connection refused")
 
     async def close(self) -> None: ...
 
@@ -51,7 +57,11 @@ class Program:
             raise ServerError(f"{self.name}: connection refused")
         return [
             Generation(
-                request.id, request.input_ids[-1:] + 7, np.zeros(1, np.float32), (str(self.incarnation),), self.finish_reason
+                request.id,
+                request.input_ids[-1:] + 7,
+                np.zeros(1, np.float32),
+                (str(self.incarnation),),
+                self.finish_reason,
             )
             for request in requests
         ]
@@ -105,7 +115,7 @@ async def test_a_dead_servers_requests_are_written_elsewhere_and_it_is_fenced_un
     pool = make_pool([left, right], events)
     await pool.start()
     pool.committed(committed("a", "b"))
-    left.broken = True
+    left.broken, left.stale_answers = True, 2
     got = await samples(pool, [0, 1, 2])
     assert sorted(got) == [0, 1, 2]
     joining = await asyncio.wait_for(pool.joining(), 2)

@@ -7,7 +7,6 @@ Says where it is in `--address-file` once it can serve: {"url", "pid", "mesh"}. 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import logging
 import os
@@ -16,16 +15,19 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 import uvicorn
+from starlette.applications import Starlette
 
 from distill.errors import DistillError, EnvironmentFault
 from distill.serving.embedded.app import build_app
 from distill.serving.embedded.engine import Engine
-from distill.serving.embedded.http import State
+from distill.serving.embedded.http import Source, State
 from distill.serving.embedded.mesh_loader import TorchLoader
 from distill.serving.embedded.served import DTYPES, Limits, ServedModel, choose_device
 
@@ -51,6 +53,11 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--context-length", type=int, help="at most what the model was made for")
     parser.add_argument("--max-batch-size", type=int, default=64, help="requests that are decoded together")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the model")
+    parser.add_argument(
+        "--reproducible",
+        action="store_true",
+        help="HTTP requests never share a forward pass: the same request gives the same bits, in smaller batches",
+    )
     parser.add_argument("--weight-version", default="default")
     parser.add_argument("--mesh-host", default="127.0.0.1", help="where the weight receiver listens")
     parser.add_argument("--memory-limit-gb", type=float, help="larger weights are refused")
@@ -85,16 +92,20 @@ def _serve(options: argparse.Namespace, listener: socket.socket) -> int:
     )
     served = ServedModel.load(options.model_path.absolute(), limits)
     engine = Engine(
-        served, max_batch_size=options.max_batch_size, version=options.weight_version, threads=options.threads
+        served,
+        max_batch_size=options.max_batch_size,
+        version=options.weight_version,
+        threads=options.threads,
+        reproducible=options.reproducible,
     )
-    state = State(engine, limits, name=options.name, disk=(str(served.folder), options.weight_version))
-    server = uvicorn.Server(
-        uvicorn.Config(build_app(state), log_level="warning", access_log=False, lifespan="off", ws="none",
-                       timeout_graceful_shutdown=0)  # fmt: skip
-    )
+    state = State(engine, limits, Source(served.folder, options.weight_version), name=options.name)
+    server = _Server(build_app(state), lambda: _announce(listener, state, options))
 
     def stop() -> None:
         server.should_exit = True
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        stop()
 
     engine.on_death = stop
     engine.start()
@@ -102,9 +113,9 @@ def _serve(options: argparse.Namespace, listener: socket.socket) -> int:
     if receiver is not None:
         state.mesh = receiver.endpoint.to_dict()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop())  # uvicorn raises the signal again when it is done: no failure here
+        signal.signal(number, on_signal)  # uvicorn raises the signal again when it is done: no failure here
     try:
-        asyncio.run(_run(server, listener, state, options))
+        server.run([listener])
     finally:
         if receiver is not None:
             receiver.close()
@@ -113,16 +124,27 @@ def _serve(options: argparse.Namespace, listener: socket.socket) -> int:
     return 0 if engine.failure is None else 1
 
 
-async def _run(server: uvicorn.Server, listener: socket.socket, state: State, options: argparse.Namespace) -> None:
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.005)
-    if server.started and not server.should_exit:
-        url = _url(listener)
-        if options.address_file is not None:
-            _write_atomically(options.address_file, {"url": url, "pid": os.getpid(), "mesh": state.mesh})
-        log.info("ready at %s: %s, version %s, %s", url, options.model_path, state.engine.version, state.limits.device)
-    await serving
+class _Server(uvicorn.Server):
+    """uvicorn, which tells when it can serve."""
+
+    def __init__(self, app: Starlette, on_ready: Callable[[], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app, log_level="warning", access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=0
+            )
+        )
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+
+def _announce(listener: socket.socket, state: State, options: argparse.Namespace) -> None:
+    url = _url(listener)
+    if options.address_file is not None:
+        _write_atomically(options.address_file, {"url": url, "pid": os.getpid(), "mesh": state.mesh})
+    log.info("ready at %s: %s, version %s, %s", url, options.model_path, state.engine.version, state.limits.device)
 
 
 def _start_receiver(engine: Engine, options: argparse.Namespace) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -106,12 +107,9 @@ async def _stream(state: State, call: GenerateCall, began: float) -> AsyncIterat
     events: asyncio.Queue[tuple[int, Result | BaseException]] = asyncio.Queue()
     rids = {job.rid for job in call.jobs}
     for index, job in enumerate(call.jobs):
-        job.on_progress = lambda result, i=index: loop.call_soon_threadsafe(events.put_nowait, (i, result))
-        job.done.add_done_callback(
-            lambda future, i=index: loop.call_soon_threadsafe(
-                events.put_nowait, (i, future.exception() or future.result())
-            )
-        )
+        tell = functools.partial(_tell, loop, events, index)
+        job.on_progress = tell
+        job.done.add_done_callback(lambda future, tell=tell: tell(future.exception() or future.result()))
     state.in_flight |= rids
     left = len(call.jobs)
     try:
@@ -134,6 +132,17 @@ async def _stream(state: State, call: GenerateCall, began: float) -> AsyncIterat
             _abort(state, rids)
 
 
+def _tell(
+    loop: asyncio.AbstractEventLoop,
+    events: asyncio.Queue[tuple[int, Result | BaseException]],
+    index: int,
+    result: Result | BaseException,
+) -> None:
+    """From the engine thread to the loop. At the end of the server the loop may be gone; then nobody listens."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(events.put_nowait, (index, result))
+
+
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
@@ -148,7 +157,7 @@ async def _server_info(state: State, request: Request) -> Response:
         "program": PROGRAM,
         "name": state.name,
         "packed": True,
-        "model_path": state.disk[0],
+        "model_path": str(state.source.folder),
         "weight_version": engine.version,
         "mesh": state.mesh,
         "max_batch_size": engine.max_batch_size,
@@ -170,8 +179,8 @@ async def _model_info(state: State, request: Request) -> Response:
     served = state.engine.require_model()
     return json_reply(
         {
-            "model_path": state.disk[0],
-            "tokenizer_path": state.disk[0],
+            "model_path": str(state.source.folder),
+            "tokenizer_path": str(state.source.folder),
             "is_generation": True,
             "weight_version": state.engine.version,
             "architectures": list(getattr(served.config, "architectures", None) or [type(served.model).__name__]),

@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from distill.errors import DistillError
-from distill.serving.embedded.http import Handler, State, json_reply, read_body
+from distill.serving.embedded.http import Handler, Source, State, json_reply, read_body
 from distill.serving.embedded.jobs import Job, Refusal
 from distill.serving.embedded.served import ServedModel
-from distill.serving.embedded.weights import Prepared, checksums, prepare
+from distill.serving.embedded.weights import Prepared, checksums, load, prepare
 
 T = TypeVar("T")
 PAUSE_MODES = ("abort", "retract", "in_place")
@@ -62,11 +62,12 @@ async def _continue(state: State, request: Request) -> Response:
 async def _abort(state: State, request: Request) -> Response:
     """An unknown rid is fine: the request may just have ended. The rid of a batch names all of its requests."""
     body = await _object(request)
-    if body.get("abort_all"):
-        chosen: Callable[[Job], bool] = lambda job: True
-    else:
-        rid = _text(body, "rid", needed=True)
-        chosen = lambda job: job.rid == rid or job.rid.rpartition("_")[0] == rid
+    every = bool(body.get("abort_all"))
+    rid = None if every else _text(body, "rid", needed=True)
+
+    def chosen(job: Job) -> bool:
+        return every or rid in (job.rid, job.rid.rpartition("_")[0])
+
     await _between_steps(state, lambda: state.engine.abort(chosen))
     return Response(status_code=200)
 
@@ -117,18 +118,18 @@ async def _release(state: State, request: Request) -> Response:
 
 
 async def _resume(state: State, request: Request) -> Response:
-    """Weights are read again from the folder that they last came from; versions that came by the mesh since are gone."""
+    """Weights are read again from the folder that they last came from; what came by the mesh since then is gone."""
     tags = await _tags(request)
     async with state.weights_lock:
         if never := tags - state.released:
             raise Refusal(400, f"{', '.join(sorted(never))} was not released")
         if "weights" in tags:
-            folder, version = state.disk
-            served = await asyncio.to_thread(ServedModel.load, Path(folder), state.limits)
+            source = state.source
+            served = await asyncio.to_thread(load, source.folder, source.base, state.limits)
 
             def put_back() -> None:
                 state.engine.served = served
-                state.engine.set_version(version)
+                state.engine.set_version(source.version)
 
             await _between_steps(state, put_back)
         state.released -= tags
@@ -148,16 +149,17 @@ async def _update_from_disk(state: State, request: Request) -> Response:
     """Checks and opens the folder beside the running requests, then copies it in between two of their steps."""
     body = await _object(request)
     folder = Path(cast("str", _text(body, "model_path", needed=True)))
-    base, version = _text(body, "base"), _text(body, "weight_version")
+    base_text, version = _text(body, "base"), _text(body, "weight_version")
+    base = Path(base_text) if base_text else None
     engine = state.engine
     async with state.weights_lock:
         served = engine.require_model()
         try:
-            prepared = await asyncio.to_thread(prepare, served, folder, Path(base) if base else None)
+            prepared = await asyncio.to_thread(prepare, served, folder, base)
             held = await _between_steps(state, lambda: _go_live(state, served, prepared, body, version))
         except DistillError as error:
             return json_reply({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
-        state.disk = (str(folder), engine.version)
+        state.source = Source(folder, engine.version, base)
         if prepared.replacement is not None:
             del served
             _give_back(state)

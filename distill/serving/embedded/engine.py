@@ -31,9 +31,15 @@ _PREFILL_TOKENS = {"cpu": 8192, "cuda": 65536}
 
 
 class Engine:
-    """Serves jobs with `served`. Start it, submit jobs, and run changes through `run_between_steps`."""
+    """Serves jobs with `served`. Start it, submit jobs, and run changes through `run_between_steps`.
 
-    def __init__(self, served: ServedModel, *, max_batch_size: int, version: str, threads: int) -> None:
+    `reproducible`: jobs of different HTTP requests never share a forward pass. The last bits of a number depend on what
+    it was computed together with; this way they depend on the request alone, at the price of smaller batches.
+    """
+
+    def __init__(
+        self, served: ServedModel, *, max_batch_size: int, version: str, threads: int, reproducible: bool = False
+    ) -> None:
         self.served: ServedModel | None = served
         """None while the weights are released. Replaced by operations only."""
         self.version = version
@@ -46,6 +52,7 @@ class Engine:
         self._rows = Rows(max_batch_size)
         self._room = max_batch_size
         self._threads = threads
+        self._reproducible = reproducible
         self._to_score: list[Job] = []
         self._waiting: deque[Job] = deque()
         self._inbox: deque[Job] = deque()
@@ -204,7 +211,7 @@ class Engine:
     def _score_some(self, served: ServedModel) -> None:
         if not self._to_score:
             return
-        group = next_group(self._to_score, served.limits.device.type)
+        group = next_group(self._to_score, served.limits.device.type, one_call=self._reproducible)
         gone = {id(job) for job in group}
         self._to_score = [job for job in self._to_score if id(job) not in gone]
         self._each_or_together(group, lambda jobs: self._score(served, jobs))
@@ -223,16 +230,25 @@ class Engine:
         if not (self._rows or self._waiting):
             self._room = self.max_batch_size
         budget = _PREFILL_TOKENS.get(served.limits.device.type, _PREFILL_TOKENS["cpu"])
-        while self._waiting and len(self._rows) < self._room:
+        while self._next_may_join([]):
             group: list[Job] = []
             width = 0
-            while self._waiting and len(self._rows) + len(group) < self._room:
+            while self._next_may_join(group):
                 wider = max(width, len(self._waiting[0].context))
                 if group and wider * (len(group) + 1) > budget:
                     break
                 width = wider
                 group.append(self._waiting.popleft())
             self._each_or_together(group, lambda jobs: self._prefill(served, jobs))
+
+    def _next_may_join(self, group: Sequence[Job]) -> bool:
+        """There is a waiting job, and a row for it beside those that run and those of `group`."""
+        if not self._waiting or len(self._rows) + len(group) >= self._room:
+            return False
+        beside = [*self._rows.jobs[:1], *group[:1]]
+        if self._reproducible and not beside:
+            self._rows.kv.clear()  # where its tensors lie in memory must not depend on earlier requests either
+        return not self._reproducible or all(job.call == self._waiting[0].call for job in beside)
 
     def _prefill(self, served: ServedModel, jobs: Sequence[Job]) -> None:
         for job in jobs:
@@ -246,7 +262,7 @@ class Engine:
         """Work on all jobs at once; if that fails, on each alone, so that only the one at fault is lost."""
         try:
             work(jobs)
-        except Exception as error:  # noqa: BLE001: whatever a model raises belongs to the requests, not to the server
+        except Exception as error:  # noqa: BLE001 - it belongs to the requests
             if len(jobs) > 1:
                 for job in jobs:
                     self._each_or_together([job], work)
@@ -260,7 +276,7 @@ class Engine:
         rows = len(self._rows)
         try:
             self._rows.step(served)
-        except Exception as error:  # noqa: BLE001: as above
+        except Exception as error:  # noqa: BLE001 - as above
             log.warning("a decode step over %d requests failed: %s", rows, error)
             if rows == 1:
                 job = self._rows.remove_all()[0]
@@ -294,5 +310,5 @@ class Engine:
 def _settle(operation: Callable[[], Any], future: Future[Any]) -> None:
     try:
         future.set_result(operation())
-    except Exception as error:  # noqa: BLE001: it is raised again where the future is read
+    except Exception as error:  # noqa: BLE001 - raised again where the future is read
         future.set_exception(error)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,20 +19,29 @@ from distill.serving.embedded.jobs import Refusal
 from distill.serving.embedded.served import Limits
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Weights on disk. `base` is the folder under a LoRA adapter."""
+
+    folder: Path
+    version: str
+    base: Path | None = None
+
+
 @dataclass(slots=True)
 class State:
     """What the handlers share."""
 
     engine: Engine
     limits: Limits
+    source: Source
+    """Where the last weights from disk came from: what a resume reads again."""
     name: str = "embedded"
     mesh: Mapping[str, Any] | None = None
     started: float = field(default_factory=time.monotonic)
     weights_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while weights are loaded, released or resumed: one such change at a time."""
     released: set[str] = field(default_factory=set[str])
-    disk: tuple[str, str] = ("", "")
-    """Folder and version of the last weights that came from disk: what a resume reads again."""
     in_flight: set[str] = field(default_factory=set[str])
     """rids that are being served."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,6 +113,8 @@ class Job:
     prompt: Ids
     sampling: Sampling
     wanted: Wanted
+    call: int = 0
+    """Number of the HTTP request that brought it."""
     on_progress: Callable[[Result], None] | None = None
     """Called on the engine thread after every token of a streamed job."""
     done: Future[Result] = field(default_factory=Future[Result])
@@ -171,5 +172,3 @@ class Job:
     def fail(self, error: Exception) -> None:
         if not self.done.done():
             self.done.set_exception(error)
-
-

@@ -75,7 +75,8 @@ class KVCache:
         """Take over the rows of a left-padded prefill; `lengths` are their true token counts."""
         window = self._window
         count, width = len(lengths), int(lengths.max())
-        keys = [(layer.keys, layer.values) for layer in prefilled.layers]
+        layers: list[Any] = prefilled.layers
+        keys: list[tuple[Tensor, Tensor]] = [(layer.keys, layer.values) for layer in layers]
         self._make_room(keys, window.rows + count, max(window.end - window.begin, width), width > window.end)
         rows = slice(window.rows, window.rows + count)
         window.end = max(window.end, width)
@@ -127,13 +128,11 @@ class KVCache:
         else:
             window.begin = window.end = 0
 
-    def _make_room(self, like: Sequence[tuple[Any, Any]], rows: int, width: int, too_far_left: bool) -> None:
+    def _make_room(self, like: Sequence[tuple[Tensor, Tensor]], rows: int, width: int, too_far_left: bool) -> None:
         if not self._layers:
             shape = (min(self.max_rows, _grown(rows)), _grown(width))
-            self._layers = [
-                _WindowLayer(self._window, _buffer(k, *shape), _buffer(v, *shape)) for k, v in like
-            ]
-            self.cache.layers = list(self._layers)
+            self._layers = [_WindowLayer(self._window, _buffer(k, *shape), _buffer(v, *shape)) for k, v in like]
+            self.cache.layers.extend(self._layers)
             return
         have_rows = self._layers[0].key_buffer.shape[0]
         have_columns = self._layers[0].key_buffer.shape[2]

@@ -65,11 +65,14 @@ class TorchLoader:
 
     def commit(self, version: int) -> str:
         """Make the staged tensors live between two decode steps. Returns the digest of the live ones."""
-        future = self._engine.run_between_steps(lambda: self._go_live(version))
+        staged = self._staged
+        future = self._engine.run_between_steps(lambda: self._go_live(version, staged))
         try:
             return future.result(_COMMIT_DEADLINE_S)
         except TimeoutError as error:
-            raise MeshError(f"version {version}: the model did not come to rest in {_COMMIT_DEADLINE_S:.0f} s") from error
+            raise MeshError(
+                f"version {version}: the model did not come to rest in {_COMMIT_DEADLINE_S:.0f} s"
+            ) from error
         finally:
             self._staged = {}
 
@@ -84,18 +87,21 @@ class TorchLoader:
             raise MeshError(refusal.message) from refusal
         return live_tensors(served.model)
 
-    def _go_live(self, version: int) -> str:
+    def _go_live(self, version: int, staged: dict[str, Tensor]) -> str:
         live = self._live()
+        if staged is not self._staged:
+            raise MeshError(f"version {version} came to its turn after it was given up")
+        if {n: t.shape for n, t in staged.items()} != {n: t.shape for n, t in live.items()}:
+            raise MeshError(f"the model was replaced while version {version} was on its way")
         for name, tensor in live.items():
-            tensor.copy_(self._staged[name])
+            tensor.copy_(staged[name])
         self._engine.set_version(str(version))
-        return model_digest({name: _digest_of_live(tensor, self._staged[name]) for name, tensor in live.items()})
+        return model_digest({name: _digest_of_live(tensor, staged[name]) for name, tensor in live.items()})
 
 
 def _digest_of_live(live: Tensor, staged: Tensor) -> str:
-    """Digest of a live tensor. Where the server holds another dtype, that of the sent bytes, if they are what it holds."""
+    """Digest of a live tensor. In another dtype it is that of the sent bytes, if the live ones are their rounding."""
     if live.dtype == staged.dtype:
         return tensor_digest(octets(live))
     held = torch.equal(live.cpu(), staged.to(live.dtype))
     return tensor_digest(octets(staged)) if held else "0" * 16
-

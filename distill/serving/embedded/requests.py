@@ -6,6 +6,7 @@ Keys and defaults are those of SGLang 0.5.23 (`GenerateReqInput`, `SamplingParam
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 import uuid
@@ -39,6 +40,8 @@ _NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
 _DEFAULT_MAX_NEW_TOKENS = 128
 """Less where the context has no room for so many. A number that was given is never cut: it fits or is refused."""
 
+_CALLS = itertools.count(1)
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -60,7 +63,7 @@ class GenerateCall:
 
 
 def parse_generate(body: Any, bounds: Bounds) -> GenerateCall:
-    """Check a decoded `/generate` body. Raises Refusal (400) that says what is wrong, and in which request of a batch."""
+    """Check a decoded `/generate` body. Raises Refusal (400): what is wrong, and in which request of a batch."""
     if not isinstance(body, dict):
         raise _bad("the body must be a JSON object")
     body = cast("dict[str, Any]", body)
@@ -85,6 +88,7 @@ def parse_generate(body: Any, bounds: Bounds) -> GenerateCall:
     if packed and (len(set(map(str, tops))) > 1 or body.get("token_ids_logprob") is not None):
         raise _bad("return_packed needs one top_logprobs_num for the whole batch, and gives no token_ids_logprob")
     jobs: list[Job] = []
+    call = next(_CALLS)
     for i in range(count):
         where = f"input_ids[{i}]: " if batched else ""
         prompt = _prompt(rows[i], bounds, where)
@@ -92,15 +96,15 @@ def parse_generate(body: Any, bounds: Bounds) -> GenerateCall:
         total = len(prompt) + sampling.max_new_tokens
         if total > bounds.context_length:
             raise _bad(
-                f"{where}{len(prompt)} prompt tokens and max_new_tokens {sampling.max_new_tokens} make {total}, more than "
-                f"the context length of {bounds.context_length}"
+                f"{where}{len(prompt)} prompt tokens and max_new_tokens {sampling.max_new_tokens} make {total}, "
+                f"more than the context length of {bounds.context_length}"
             )
         wanted = _wanted(flags[i], starts[i], tops[i], picks[i], full, len(prompt), bounds, where)
         if packed and sampling.max_new_tokens:
             raise _bad(f"{where}return_packed is for scoring: set max_new_tokens to 0")
         if packed and wanted.start < 0:
             raise _bad(f"{where}return_packed needs return_logprob: true and logprob_start_len >= 0")
-        jobs.append(Job(rids[i], prompt, sampling, wanted))
+        jobs.append(Job(rids[i], prompt, sampling, wanted, call))
     return GenerateCall(jobs, batched, stream, packed)
 
 
@@ -241,9 +245,7 @@ def _seed(sampling_seed: Any, seed: Any, where: str) -> int:
     return given & 0xFFFF_FFFF_FFFF_FFFF
 
 
-def _wanted(
-    flag: Any, start: Any, top: Any, ids: Any, full: bool, length: int, bounds: Bounds, where: str
-) -> Wanted:
+def _wanted(flag: Any, start: Any, top: Any, ids: Any, full: bool, length: int, bounds: Bounds, where: str) -> Wanted:
     if flag is not None and not isinstance(flag, bool):
         raise _bad(f"{where}return_logprob must be true or false, got {flag!r}")
     start, top = -1 if start is None else start, 0 if top is None else top

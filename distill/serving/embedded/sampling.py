@@ -45,7 +45,7 @@ class Draw:
     tokens_N: Tensor
     logprobs_N: Tensor
     logp_NV: Tensor
-    """float32 log-probabilities of the temperature-scaled distribution, before top-k and top-p; T = 1 for greedy rows."""
+    """float32, of the temperature-scaled distribution before top-k and top-p; greedy rows have T = 1."""
 
 
 def draw(logits_NV: Tensor, rules: Rules, uniform_N: NDArray[np.float64]) -> Draw:

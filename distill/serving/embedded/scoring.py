@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from distill.serving.embedded.jobs import Floats, Ids, InputScores, Job
+from distill.serving.embedded.jobs import Floats, InputScores, Job
 from distill.serving.embedded.served import ServedModel
 
 _HEAD_ELEMENTS = 1 << 26
@@ -22,11 +23,15 @@ _TOKENS = {"cpu": 8192, "cuda": 65536}
 """Padded tokens of one forward pass."""
 
 
-def next_group(waiting: Sequence[Job], device: str) -> list[Job]:
-    """The jobs to score now: the oldest, and those nearest to it in length, within the token budget."""
+def next_group(waiting: Sequence[Job], device: str, *, one_call: bool) -> list[Job]:
+    """The jobs to score now: the oldest, and those nearest to it in length, within the token budget.
+
+    With `one_call` only jobs of the same HTTP request share a group.
+    """
     budget = _TOKENS.get(device, _TOKENS["cpu"])
-    oldest = len(waiting[0].prompt)
-    by_distance = sorted(waiting, key=lambda job: abs(len(job.prompt) - oldest))
+    oldest = waiting[0]
+    company = [job for job in waiting if job.call == oldest.call] if one_call else waiting
+    by_distance = sorted(company, key=lambda job: abs(len(job.prompt) - len(oldest.prompt)))
     group: list[Job] = []
     width = 0
     for job in by_distance:
@@ -82,7 +87,7 @@ class _Rows:
     jobs: Sequence[Job]
     hidden_ND: Tensor
     targets_N: Tensor
-    owner_N: Ids
+    owner_N: NDArray[np.int64]
 
     def run(self, counts: Sequence[int]) -> list[InputScores]:
         total = len(self.owner_N)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,8 +110,9 @@ def load_model(folder: Path, limits: Limits) -> Any:
     check_folder(folder, limits)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    loader: Any = transformers.AutoModelForCausalLM  # its stub does not know output_loading_info
     try:
-        model, notes = transformers.AutoModelForCausalLM.from_pretrained(
+        model, notes = loader.from_pretrained(
             folder, dtype=limits.dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -131,7 +133,7 @@ def check_folder(folder: Path, limits: Limits) -> None:
     """Refuse a folder that is no model, or whose weights are larger than the limit, before reading any of it."""
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder}: no config.json there", fix="give a folder in Hugging Face layout")
-    size = sum(count for count in weight_elements(folder)) * limits.dtype.itemsize
+    size = sum(weight_elements(folder)) * limits.dtype.itemsize
     if limits.memory_bytes is not None and size > limits.memory_bytes:
         raise EnvironmentFault(
             f"{folder}: {size / 1e9:.2f} GB of weights do not fit in the limit of {limits.memory_bytes / 1e9:.2f} GB",
@@ -155,8 +157,9 @@ def weight_elements(folder: Path) -> list[int]:
     sizes: list[int] = []
     for file in weight_files(folder):
         try:
-            with safe_open(file, "pt") as tensors:  # pyright: ignore[reportUnknownVariableType]
-                sizes += [int(torch.Size(tensors.get_slice(name).get_shape()).numel()) for name in tensors.keys()]
+            with safe_open(file, "pt") as tensors:
+                names = list(tensors.keys())
+                sizes += [math.prod(tensors.get_slice(name).get_shape()) for name in names]
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{file}: cannot be read: {_first_line(error)}") from error
     return sizes

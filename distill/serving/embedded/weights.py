@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from distill.errors import ConfigError, MissingDependency
-from distill.serving.embedded.served import ServedModel, check_folder, load_model, some, stop_ids, weight_files
+from distill.serving.embedded.served import Limits, ServedModel, check_folder, load_model, some, stop_ids, weight_files
 
 _NOT_THE_MODEL = {
     "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache", "eos_token_id",
@@ -42,7 +43,9 @@ def tied_names(model: Any) -> dict[str, str]:
 def octets(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, row-major, on the host."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+    if not flat.numel():  # torch cannot view an empty tensor as bytes
+        return memoryview(b"")
+    return flat.view(torch.uint8).numpy().data
 
 
 def checksums(served: ServedModel) -> dict[str, str]:
@@ -73,12 +76,22 @@ class Prepared:
         return served
 
 
+def load(folder: Path, base: Path | None, limits: Limits) -> ServedModel:
+    """A model from its folder; for a LoRA adapter, from the base with the adapter merged."""
+    if _is_adapter(folder):
+        return ServedModel(*_merged(folder, base, limits), limits)
+    return ServedModel.load(folder, limits)
+
+
 def prepare(served: ServedModel, folder: Path, base: Path | None) -> Prepared:
     """Open and check the weights of `folder`. Raises ConfigError and leaves everything as it was if they do not fit."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder")
-    if (folder / "adapter_config.json").is_file():
-        return Prepared(folder, live_tensors(_merged(folder, base, served)))
+    if _is_adapter(folder):
+        model, base = _merged(folder, base, served.limits)
+        if _config_dict(model.config) != _config_dict(served.config):
+            raise ConfigError(f"{folder}: its base {base} is not the architecture that this server holds")
+        return Prepared(folder, live_tensors(model))
     check_folder(folder, served.limits)
     if _function_of(folder) != _config_dict(served.config):
         return Prepared(folder, {}, replacement=ServedModel.load(folder, served.limits))
@@ -111,7 +124,7 @@ def _open(folder: Path) -> dict[str, Tensor]:
         for file in weight_files(folder):
             try:
                 opened = stack.enter_context(safe_open(file, "pt"))
-                tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118: not a mapping
+                tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
             except (OSError, SafetensorError) as error:
                 raise ConfigError(f"{file}: cannot be read: {error}") from error
     return tensors
@@ -128,15 +141,17 @@ def _config_dict(config: Any) -> dict[str, Any]:
     return {key: value for key, value in config.to_dict().items() if key not in _NOT_THE_MODEL}
 
 
-def _merged(adapter: Path, base: Path | None, served: ServedModel) -> Any:
-    """The base model with a LoRA adapter added into its weights."""
+def _is_adapter(folder: Path) -> bool:
+    return (folder / "adapter_config.json").is_file()
+
+
+def _merged(adapter: Path, base: Path | None, limits: Limits) -> tuple[Any, Path]:
+    """The base model with a LoRA adapter added into its weights, and the folder of the base."""
     if base is None:
         named = json.loads((adapter / "adapter_config.json").read_text()).get("base_model_name_or_path")
-        raise ConfigError(f"{adapter}: this is an adapter (over {named}): say which folder its base is", fix='give "base"')
+        raise ConfigError(f"{adapter}: an adapter (over {named}) needs its base", fix='give the folder as "base"')
     try:
-        from peft import PeftModel
+        peft: Any = importlib.import_module("peft")
     except ModuleNotFoundError as error:
         raise MissingDependency(f"{adapter}: LoRA adapters need the package 'peft'", fix="pip install peft") from error
-    if _function_of(base) != _config_dict(served.config):
-        raise ConfigError(f"{adapter}: its base {base} is not the architecture that this server holds")
-    return PeftModel.from_pretrained(load_model(base, served.limits), adapter).merge_and_unload()
+    return peft.PeftModel.from_pretrained(load_model(base, limits), adapter).merge_and_unload(), base

@@ -251,7 +251,5 @@ def _attach(run: str, name: str) -> Octets:
             os.close(fd)
     except OSError as error:
         raise MeshError(
-            f"cannot map the publisher's segment {SHM_DIR / name}: {error}",
-            why="shared memory needs one /dev/shm on both sides",
-            fix="mesh.transport=tcp",
+            f"cannot map the publisher's segment: {error}; both sides need one {SHM_DIR}, or mesh.transport=tcp"
         ) from error

@@ -1,0 +1,120 @@
+"""Whole runs with real processes: a student, a rollout server and a slot, over tiny random models."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.builders_run import Run, write_run
+
+pytestmark = [pytest.mark.xdist_group("runs"), pytest.mark.timeout(280)]
+DEADLINE_S = 150.0
+
+
+def finished(folder: Path, *overrides: str, **changes: Any) -> Run:
+    run = Run(folder / "out", str(write_run(folder, **changes)), *overrides)
+    assert run.wait(DEADLINE_S) == 0, run.output()[-3000:]
+    return run
+
+
+def weights_digest(run: Run) -> str:
+    return hashlib.sha256((run.folder / "student" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def losses(run: Run) -> list[float]:
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["train/loss"] for row in rows if "train/loss" in row]
+
+
+def test_a_run_leaves_a_student_that_transformers_loads_and_a_whole_record(tmp_path: Path) -> None:
+    run = finished(tmp_path, trainer={"steps": 4, "checkpoint_every": 2})
+    result = run.result()
+    assert result["status"] == "done"
+    assert (result["steps"], result["weight_updates"], result["samples"]) == (4, 4, 32)
+    assert result["teacher_swaps"] >= 2
+    assert 0 <= result["max_staleness_seen"] <= 1
+    assert set(result["domains"]) == {"math", "code"}
+    assert result["peak_memory_gb"] > 0
+    exported = Path(result["export_dir"])
+    trained, base = load_file(exported / "model.safetensors"), load_file(tmp_path / "base" / "model.safetensors")
+    assert trained.keys() == base.keys()
+    assert any(not np.array_equal(trained[name], base[name]) for name in base)
+    for name in ("report.html", "metrics.jsonl", "config.yaml", "events.log", "canaries.json"):
+        assert (run.folder / name).stat().st_size > 0
+    assert [path.name for path in sorted((run.folder / "checkpoints").iterdir())] == ["step-00000002", "step-00000004"]
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for folder in (exported, run.folder / "checkpoints" / "step-00000002" / "student"):
+        assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size
+        assert AutoTokenizer.from_pretrained(folder)("ab").input_ids
+
+
+def test_a_synchronous_run_is_reproducible_bit_by_bit_also_over_a_stop(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"trainer": {"steps": 6, "max_staleness": 0, "batch_size": 8}}
+    once = finished(tmp_path / "once", **settings)
+    assert once.result()["max_staleness_seen"] == 0
+
+    again = Run(tmp_path / "again" / "out", str(write_run(tmp_path / "again", **settings)))
+    again.until_step(2, DEADLINE_S)
+    again.process.send_signal(signal.SIGTERM)
+    assert again.wait(DEADLINE_S) == 128 + signal.SIGTERM, again.output()[-3000:]
+    assert again.result()["status"] == "stopped"
+    assert "resume=auto" in again.output()
+    resumed = Run(again.folder, "teachers.yaml", "resume=auto")
+    assert resumed.wait(DEADLINE_S) == 0, resumed.output()[-3000:]
+
+    assert resumed.steps() == [1, 2, 3, 4, 5, 6]
+    assert losses(resumed) == losses(once)
+    assert weights_digest(resumed) == weights_digest(once)
+    result = resumed.result()
+    assert (result["status"], result["samples"], result["weight_updates"]) == ("done", 48, 6)
+
+
+def test_a_finished_run_is_not_resumed_for_nothing_and_not_overwritten(tmp_path: Path) -> None:
+    finished(tmp_path, trainer={"steps": 1})
+    for arguments, message in (
+        (("resume=out",), "has already trained 1 of 1 steps"),
+        ((), "already holds a run"),
+        (("resume=out", "trainer.steps=2", "run.seed=9"), "run.seed is 9"),
+    ):
+        run = Run(tmp_path / "out", "teachers.yaml", *arguments, log=tmp_path / "refused.log")
+        assert run.wait(DEADLINE_S) == 2
+        assert message in run.output()
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"name": "policy_gradient"},
+        {"name": "reverse_kl", "support": "teacher_topk", "k": 4},
+        {"name": "forward_kl", "support": "full"},
+    ],
+    ids=lambda value: value["name"],
+)
+def test_every_kind_of_signal_trains_over_two_servers_and_two_slots(tmp_path: Path, objective: dict[str, Any]) -> None:
+    data = [
+        {"path": "math.jsonl", "domain": "math", "teachers": {"math": 0.7, "code": 0.3}},
+        {"path": "code.jsonl", "domain": "code"},
+    ]
+    run = finished(
+        tmp_path,
+        objective=objective,
+        data=data,
+        rollout={"servers": 2, "samples_per_prompt": 2},
+        teacher_manager={"slots": 2},
+        evaluation={"kl": True},
+        trainer={"steps": 2},
+    )
+    result = run.result()
+    assert result["samples"] == 16
+    assert all(np.isfinite(value) for domain in result["kl"].values() for value in domain.values())
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert any(row.get("publish/receivers") == 2 for row in rows)

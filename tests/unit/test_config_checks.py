@@ -1,0 +1,109 @@
+"""Checks that span several keys of a configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from distill.config.checks import check
+from distill.config.models import RunConfig
+from distill.errors import ConfigError
+from tests.builders_config import settings
+
+
+def config(**changes: Any) -> RunConfig:
+    return RunConfig.model_validate(settings() | changes)
+
+
+def attach(rollout: list[str], teacher: list[str], **more: Any) -> dict[str, Any]:
+    return {"program": "attach", "rollout_urls": rollout, "teacher_urls": teacher, **more}
+
+
+MATH = {"path": "m.jsonl", "domain": "math"}
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("a misspelt teacher", {"data": [{"path": "x", "teachers": ["maht"]}]}, "did you mean 'math'"),
+    ("no teacher in a list", {"data": [{"path": "x", "teachers": []}]}, "data.0.teachers is empty"),
+    (
+        "a weight of zero",
+        {"data": [{"path": "x", "teachers": {"math": 0, "code": 1}}]},
+        "data.0.teachers.math must be more than 0",
+    ),
+    (
+        "a teacher without work",
+        {"data": [{"path": "x", "teachers": ["math"]}]},
+        "teachers.code is named by no entry of data",
+    ),
+    ("a name with a slash", {"teachers": {"a/b": {"model": "x"}}}, "'a/b' holds other characters"),
+    ("a domain with a slash", {"data": [MATH, {"path": "x", "domain": "a/b"}]}, "'a/b', which is more than letters"),
+    (
+        "too many slots",
+        {"teacher_manager": {"slots": 3}},
+        "teacher_manager.slots is 3, and the number of teachers only 2",
+    ),
+    (
+        "too few URLs",
+        {"server": attach(["http://a:1"], [])},
+        "server.teacher_urls names 0 servers, and teacher_manager.slots is 1",
+    ),
+    ("an address without http", {"server": attach(["a:1"], ["http://b:1"])}, "'a:1' is not the address of a server"),
+    (
+        "one server for two jobs",
+        {"server": attach(["http://a:1"], ["http://a:1"])},
+        "both a rollout and a teacher server",
+    ),
+    ("arguments for nothing", {"server": attach(["http://a:1"], ["http://b:1"], args=["--x"])}, "which starts nothing"),
+    ("URLs without attach", {"server": {"rollout_urls": ["http://a:1"]}}, "but server.program is 'embedded'"),
+    ("ports beyond the last", {"server": {"port": 65535}}, "take at most 65534"),
+    ("a broken batch", {"rollout": {"samples_per_prompt": 3}}, "take 3 or 6"),
+    ("a store smaller than a batch", {"store": {"capacity": 3}}, "store.capacity is 3, less than one batch (4)"),
+    ("evaluation of nothing", {"evaluation": {"every": 5}}, "evaluation.every is given, but evaluation.data is empty"),
+    (
+        "a held-out domain with a typo",
+        {"evaluation": {"data": [{"path": "x", "domain": "maht"}]}},
+        "did you mean 'math'",
+    ),
+    (
+        "a constant schedule that ends",
+        {"student": {"model": "x", "lr_schedule": "constant", "lr_final_ratio": 0.1}},
+        "no final learning rate",
+    ),
+    ("a project without wandb", {"observe": {"wandb_project": "x"}}, "wandb is not in observe.sinks"),
+    ("a beta of one", {"student": {"model": "x", "betas": [0.9, 1.0]}}, "student.betas.1 must be in [0, 1)"),
+    ("an unknown sink", {"observe": {"sinks": ["jsonl", "tensorbord"]}}, "did you mean 'tensorboard'"),
+    ("an unknown scheduler", {"teacher_manager": {"scheduler": "anounced"}}, "did you mean 'announced'"),
+    ("an unknown grader", {"evaluation": {"grader": "exact"}}, "there is no grader 'exact'"),
+    ("an unknown store", {"store": {"name": "memry"}}, "there is no store 'memry'"),
+    ("an unknown student", {"student": {"model": "x", "backend": "hff"}}, "there is no student 'hff'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG])
+def test_settings_that_do_not_fit_together_are_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(config(**changes))
+    assert says in str(caught.value)
+
+
+def test_the_smallest_run_passes() -> None:
+    check(config())
+
+
+def test_attached_servers_with_one_address_each_pass() -> None:
+    check(config(server=attach(["http://a:1"], ["http://b:1/"])))
+
+
+def test_a_class_of_the_users_own_is_a_name_too() -> None:
+    check(config(teacher_manager={"scheduler": "mine.sched:Mine"}, observe={"sinks": ["mine.sinks:Print"]}))
+
+
+def test_a_held_out_domain_may_name_its_teachers() -> None:
+    check(config(evaluation={"data": [{"path": "x", "domain": "unseen", "teachers": ["math"]}]}))
+
+
+def test_all_findings_are_told_at_once_with_their_places() -> None:
+    broken = config(rollout={"samples_per_prompt": 3}, store={"capacity": 1}, observe={"wandb_project": "x"})
+    with pytest.raises(ConfigError) as caught:
+        check(broken, where=lambda key: f"[{key[0]}]")
+    text = str(caught.value)
+    assert text.startswith("3 things") and "[trainer]: " in text and "[store]: " in text and "[observe]: " in text

@@ -1,0 +1,202 @@
+"""Preflight: what is read of models, tokenizers and the machine before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save, save_file
+
+from distill.config import PrepareConfig
+from distill.config.compose import load_config
+from distill.errors import ConfigError, EnvironmentFault, MissingDependency, TeacherError
+from distill.preflight import inspect, is_prepared, prepare
+from distill.preflight.folder import inspect_folder, read_header
+from distill.preflight.machine import disk_bytes
+from tests.builders_config import HIDDEN, weights, write_jsonl, write_model, write_run
+
+ROWS = 14
+
+
+def preflight(folder: Path, **changes: Any) -> Any:
+    return inspect(load_config(write_run(folder, **changes)).config)
+
+
+def test_a_run_is_known_before_it_starts(tmp_path: Path) -> None:
+    found = preflight(tmp_path, rollout={"max_new_tokens": 8, "servers": 2})
+    assert (found.vocab_size, found.end_ids, found.models.context_length, found.prompts.longest) == (ROWS, (2,), 32, 4)
+    parameters = 2 * ROWS * HIDDEN + HIDDEN
+    assert found.models.student.parameters == parameters
+    assert found.models.slot_bytes == parameters * 4
+    assert found.disk_bytes == 3 * 12 * parameters + 4 * parameters
+    assert found.objective.contract.optimises and found.notes == ()
+    plan = found.plan
+    assert (plan.steps, plan.samples, plan.prompts, plan.epochs) == (3, 12, 12, 4.0)
+    assert (plan.max_tokens, plan.swaps_per_step, plan.update_bytes) == (96, 1, parameters * 4 * 2)
+
+
+def test_a_smaller_dtype_needs_a_smaller_slot(tmp_path: Path) -> None:
+    assert preflight(tmp_path, server={"dtype": "bfloat16"}).models.slot_bytes == 2 * (2 * ROWS * HIDDEN + HIDDEN)
+
+
+def test_held_out_prompts_are_limited_and_routed_as_in_training(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "held.jsonl", [{"prompt": "ab", "answer": "c", "domain": "mix"}] * 5)
+    found = preflight(
+        tmp_path,
+        data=[{"path": "math.jsonl", "domain": "mix", "teachers": {"math": 0.7, "code": 0.3}}],
+        evaluation={"data": [{"path": "held.jsonl"}], "limit": 3},
+    )
+    assert list(found.prompts.held_out) == ["mix"]
+    prompts = found.prompts.held_out["mix"]
+    assert [prompt.ordinal for prompt in prompts] == [0, 1, 2]
+    assert prompts[0].teachers == {"math": 0.7, "code": 0.3} and prompts[0].answer == "c"
+
+
+def test_held_out_prompts_without_answers_need_another_measure(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "held.jsonl", [{"prompt": "ab", "domain": "math"}])
+    data = [{"path": "held.jsonl"}]
+    with pytest.raises(ConfigError, match=r"held.jsonl:1: no column 'answer'"):
+        preflight(tmp_path, evaluation={"data": data})
+    assert preflight(tmp_path, evaluation={"data": data, "kl": True}).prompts.held_out["math"][0].answer is None
+
+
+def test_a_teacher_whom_no_row_names_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"teachers\.code: no prompt of data is routed to it"):
+        preflight(tmp_path, data=[{"path": "math.jsonl", "domain": "math"}])
+
+
+def test_an_adapter_is_checked_with_its_base(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    adapter = tmp_path / "style"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    save_file({"a": weights(4)["model.norm.weight"]}, adapter / "adapter_model.safetensors")
+    overrides = ["teachers.math.model=" + str(adapter), "teachers.math.base=" + str(tmp_path / "base")]
+    teacher = inspect(load_config(path, overrides).config).models.teachers["math"]
+    assert (teacher.adapter, teacher.model.path, teacher.tokenizer) == (adapter, tmp_path / "base", tmp_path / "base")
+    with pytest.raises(ConfigError, match=r"has no adapter_config\.json, and teachers\.code\.base is given"):
+        inspect(load_config(path, [f"teachers.code.base={tmp_path / 'base'}"]).config)
+
+
+def test_ends_of_answers_come_from_the_tokenizer_and_the_generation_config(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": [0, 2, 99]}')
+    assert inspect(load_config(path).config).end_ids == (0, 2)
+
+
+def test_the_smallest_context_of_all_models_counts(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    write_model(tmp_path / "experts/code", context=11)
+    with pytest.raises(ConfigError, match=r"math.jsonl:1: .* more than the context of 11 \(teachers\.code\.model\)"):
+        inspect(load_config(path).config)
+
+
+def test_sharded_weights_are_counted_together(tmp_path: Path) -> None:
+    whole = inspect_folder(write_model(tmp_path / "one"), "student", TeacherError)
+    split = write_model(tmp_path / "two")
+    (split / "model.safetensors").unlink()
+    names: dict[str, str] = {}
+    for index, (name, tensor) in enumerate(weights(ROWS).items()):
+        names[name] = f"part-{index}.safetensors"
+        save_file({name: tensor}, split / names[name])
+    (split / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    found = inspect_folder(split, "student", TeacherError)
+    assert (found.parameters, found.stored_bytes, found.dtype) == (whole.parameters, whole.stored_bytes, "F32")
+
+
+def test_a_configuration_that_contradicts_its_weights_is_named(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": ROWS + 1}))
+    with pytest.raises(TeacherError, match=r"has 14 rows, and config\.json says vocab_size 15"):
+        inspect_folder(model, "teachers.m", TeacherError)
+
+
+WHOLE = save(weights(4))
+
+
+@given(cut=st.integers(0, len(WHOLE) - 1))
+def test_a_file_that_is_cut_anywhere_is_noticed(cut: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.mktemp("cut") / "model.safetensors"
+    file.write_bytes(WHOLE[:cut])
+    with pytest.raises(TeacherError):
+        read_header(file, "teachers.m", TeacherError)
+
+
+def test_a_whole_file_is_read_and_a_longer_one_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(WHOLE)
+    assert read_header(file, "t", TeacherError)["lm_head.weight"].shape == (4, HIDDEN)
+    file.write_bytes(WHOLE + b"x")
+    with pytest.raises(TeacherError, match=f"expected {len(WHOLE)} bytes, found {len(WHOLE) + 1}"):
+        read_header(file, "t", TeacherError)
+
+
+def test_disk_holds_one_checkpoint_more_than_is_kept(tmp_path: Path) -> None:
+    config = load_config(write_run(tmp_path, trainer={"keep_checkpoints": 4, "steps": 3, "batch_size": 4})).config
+    assert disk_bytes(config, 1000) == 5 * 12_000 + 4_000
+
+
+def recipe(folder: Path, program: str) -> PrepareConfig:
+    folder.mkdir(exist_ok=True)
+    (folder / "make.py").write_text(
+        "import sys, pathlib\nout = pathlib.Path(sys.argv[sys.argv.index('--output') + 1])\n" + program
+    )
+    return PrepareConfig(script=folder / "make.py", output=folder / "cache" / "made")
+
+
+COUNT = "out.mkdir(parents=True, exist_ok=True)\nopen(out.parent / 'runs', 'a').write('x')\n"
+
+
+def runs(config: PrepareConfig) -> int:
+    return len((config.output.parent / "runs").read_text())
+
+
+def test_a_recipe_is_prepared_once_and_again_when_its_script_changes(tmp_path: Path) -> None:
+    config = recipe(tmp_path, COUNT)
+    assert not is_prepared(config)
+    prepare(config)
+    prepare(config)
+    assert is_prepared(config) and runs(config) == 1
+    (tmp_path / "helper.py").write_text("x = 1\n")
+    assert not is_prepared(config)
+    (config.output / "stale").touch()
+    prepare(config)
+    assert runs(config) == 2 and not (config.output / "stale").exists()
+
+
+def test_two_runs_that_start_together_prepare_once(tmp_path: Path) -> None:
+    config = recipe(tmp_path, "import time; time.sleep(0.3)\n" + COUNT)
+    threads = [threading.Thread(target=prepare, args=(config,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert runs(config) == 1
+
+
+def test_a_failing_script_is_an_error_with_its_last_words(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFault, match=r"failed with exit code 7[\s\S]*no luck") as caught:
+        prepare(recipe(tmp_path, "print('no luck', file=sys.stderr); sys.exit(7)"))
+    assert caught.value.exit_code == 3
+    with pytest.raises(MissingDependency, match="No module named 'no_such_package'"):
+        prepare(recipe(tmp_path, "import no_such_package"))
+    with pytest.raises(EnvironmentFault, match="killed by signal 9"):
+        prepare(recipe(tmp_path, "import os; os.kill(os.getpid(), 9)"))
+    with pytest.raises(EnvironmentFault, match="made no folder"):
+        prepare(recipe(tmp_path, ""))
+    config = recipe(tmp_path, COUNT)
+    with pytest.raises(ConfigError, match=r"did you mean 'make\.py'"):
+        prepare(config.model_copy(update={"script": tmp_path / "mak.py"}))
+
+
+def test_an_interrupted_script_counts_as_not_run(tmp_path: Path) -> None:
+    config = recipe(tmp_path, COUNT + "sys.exit(1)")
+    with pytest.raises(EnvironmentFault):
+        prepare(config)
+    assert config.output.is_dir() and not is_prepared(config)
