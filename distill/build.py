@@ -252,7 +252,7 @@ class _Run:
         )
         stack.callback(student.kill)
         self._observer.event("debug", f"the student runs as process {await student.pid()}")
-        return RemoteStudent(student)
+        return RemoteStudent(student, spool=self._folder / "weights", connect=self._connect)
 
     async def _start_server(
         self, cluster: Cluster, stack: contextlib.AsyncExitStack, role: str, index: int

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Sequence
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from distill.cluster import Remote
 from distill.errors import ServiceError
-from distill.protocols import PublishResult, ServerAddress
+from distill.protocols import ModelServer, PublishResult, ServerAddress
 from distill.types import Batch, StepResult
 
 STEP_DEADLINE_S = 3600.0
@@ -16,10 +20,16 @@ SAVE_DEADLINE_S = 1800.0
 
 
 class RemoteStudent:
-    """Implements `StudentHandle` over a `students.worker:StudentWorker` in an actor, which runs one call at a time."""
+    """Implements `StudentHandle` over a `students.worker:StudentWorker` in an actor, which runs one call at a time.
 
-    def __init__(self, remote: Remote) -> None:
+    Weights go by the mesh to servers that have a receiver. Others (SGLang as it is, servers of somebody else) are
+    told to load them from `spool`, a folder that they must be able to read.
+    """
+
+    def __init__(self, remote: Remote, *, spool: Path, connect: Callable[[ServerAddress], ModelServer]) -> None:
         self._remote = remote
+        self._spool = spool
+        self._connect = connect
 
     async def step(self, batch: Batch) -> StepResult:
         return await self._remote.call("step", batch, deadline_s=STEP_DEADLINE_S)
@@ -28,8 +38,39 @@ class RemoteStudent:
         return await self._remote.call("evaluate", batch, deadline_s=STEP_DEADLINE_S)
 
     async def publish(self, receivers: Sequence[ServerAddress]) -> PublishResult:
-        endpoints = [server.mesh for server in receivers]
-        return await self._remote.call("publish", endpoints, deadline_s=STEP_DEADLINE_S)
+        endpoints = [server.mesh for server in receivers if server.mesh is not None]
+        result: PublishResult = await self._remote.call("publish", endpoints, deadline_s=STEP_DEADLINE_S)
+        without = [server for server in receivers if server.mesh is None]
+        return await self._publish_by_disk(without, result) if without else result
+
+    async def _publish_by_disk(self, servers: Sequence[ServerAddress], result: PublishResult) -> PublishResult:
+        started = time.monotonic()
+        folder = self._spool / str(result.version)
+        await self.export(folder)
+        try:
+            reasons = await asyncio.gather(*(self._load(server, folder, result.version) for server in servers))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        failed = {server.name: reason for server, reason in zip(servers, reasons, strict=True) if reason}
+        loaded = tuple(server.name for server in servers if server.name not in failed)
+        return replace(
+            result,
+            seconds=result.seconds + time.monotonic() - started,
+            committed=result.committed + loaded,
+            failed={**result.failed, **failed},
+            transports={**result.transports, **dict.fromkeys(loaded, "disk")},
+        )
+
+    async def _load(self, server: ServerAddress, folder: Path, version: int) -> str:
+        """Why the server did not take the weights; empty when it did."""
+        client = self._connect(server)
+        try:
+            await client.load_weights(folder, str(version))
+        except ServiceError as error:
+            return error.what
+        finally:
+            await client.close()
+        return ""
 
     async def save(self, folder: Path) -> None:
         await self._remote.call("save", folder, deadline_s=SAVE_DEADLINE_S)

@@ -18,6 +18,24 @@ import yaml
 from tests.builders_student import write_student
 
 
+def start_server(model: Path, folder: Path, name: str, vocab: int) -> tuple[subprocess.Popen[bytes], str]:
+    """An embedded server that nobody of ours watches, and its URL."""
+    address = folder / f"{name}.json"
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "distill.serving.embedded", "--model-path", str(model), "--device", "cpu"),
+            *("--address-file", str(address), "--vocab-size", str(vocab), "--name", name, "--threads", "1"),
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    end = time.monotonic() + 120
+    while not address.exists():
+        assert process.poll() is None and time.monotonic() < end, f"{name} did not start"
+        time.sleep(0.1)
+    return process, json.loads(address.read_text())["url"]
+
+
 def write_run(folder: Path, **changes: Any) -> Path:
     """A student and two other random models as its teachers; `changes` are merged into teachers.yaml by section."""
     for seed, name in enumerate(("base", "math", "code")):

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.builders_run import Run, write_run
+from tests.builders_run import Run, start_server, write_run
+from tests.builders_student import VOCAB
 
 pytestmark = [pytest.mark.xdist_group("runs"), pytest.mark.timeout(280)]
 DEADLINE_S = 150.0
@@ -118,3 +119,18 @@ def test_every_kind_of_signal_trains_over_two_servers_and_two_slots(tmp_path: Pa
     assert all(np.isfinite(value) for domain in result["kl"].values() for value in domain.values())
     rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert any(row.get("publish/receivers") == 2 for row in rows)
+
+
+def test_servers_of_somebody_else_are_used_and_left_running(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    started = [start_server(tmp_path / model, tmp_path, model, VOCAB) for model in ("base", "math")]
+    try:
+        urls = [url for _, url in started]
+        run = finished(tmp_path, server={"program": "attach", "rollout_urls": urls[:1], "teacher_urls": urls[1:]})
+        assert run.result()["weight_updates"] == 3
+        assert not list((run.folder / "weights").iterdir()), "weights that were loaded are removed"
+        assert all(process.poll() is None for process, _ in started)
+    finally:
+        for process, _ in started:
+            process.kill()
+            process.wait()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,8 @@ from transformers.cache_utils import DynamicCache
 
 from distill.errors import ConfigError, EnvironmentFault, ServerError
 from distill.serving.embedded.engine import Engine
-from distill.serving.embedded.jobs import Job, Result
+from distill.serving.embedded.jobs import Job, Refusal, Result
+from distill.serving.embedded.rows import Rows
 from distill.serving.embedded.served import Limits, ServedModel
 from distill.serving.embedded.weights import live_tensors
 from tests.builders_embedded import (
@@ -192,6 +195,25 @@ def test_a_reproducible_engine_gives_the_same_bits_whatever_else_is_asked(folder
             assert [bits([wait(one.done) for one in group]) for group in (written, scored)] == expected
             for one in crowd:
                 wait(one.done)
+
+
+def test_rows_that_come_free_under_load_are_filled_several_at_a_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    genuine = Rows.prefill
+    monkeypatch.setattr(
+        Rows, "prefill", lambda self, served, jobs: (sizes.append(len(jobs)), genuine(self, served, jobs))[1]
+    )
+    with running_engine(folder, max_batch_size=32) as engine:
+        finish(engine, *(job(prompt(4, seed=i), 5 + i % 23, seed=i) for i in range(200)))
+        assert sum(sizes) == 200 and sizes[0] == 32
+        assert np.mean(sizes[1:-8]) >= 3
+        quiet = job(prompt(5), 30)
+        quiet.on_progress = at_token(3, lambda: engine.submit([late]))
+        late = job(prompt(6), 3)
+        finish(engine, quiet)
+        assert wait(late.done).finish is not None and sizes[-2:] == [1, 1]
 
 
 # --- scoring -------------------------------------------------------------------------------------------------------
@@ -445,12 +467,42 @@ def test_numbers_that_are_not_finite_fail_the_request_and_not_the_server(folder:
     assert np.isfinite(result.output_logprobs).all()
 
 
+def test_an_engine_that_dies_says_so_and_leaves_nobody_waiting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    told: list[bool] = []
+    with running_engine(folder) as engine:
+        engine.on_death = lambda: told.append(True)
+        scored, waiting = job(prompt(4), 0, start=0), job(prompt(4), 5)
+        monkeypatch.setattr("distill.serving.embedded.engine.score", lambda *_: sys.exit("a fault of ours"))
+        engine.submit([scored, waiting])
+        with pytest.raises(ServerError, match="going down"):
+            wait(scored.done)
+        assert wait(waiting.done).finish.kind == "abort"
+        engine._thread.join(30)
+        assert told == [True] and isinstance(engine.failure, SystemExit)
+        with pytest.raises(Refusal, match="going down"):
+            engine.submit([job(prompt(4))])
+        with pytest.raises(Refusal, match="going down"):
+            engine.run_between_steps(lambda: None)
+
+
 def test_an_operation_that_fails_is_told_to_whoever_asked(folder: Path) -> None:
     with running_engine(folder) as engine:
         future = engine.run_between_steps(lambda: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             wait(future)
         assert len(finish(engine, job(prompt(4), 5))[0].output_ids) == 5
+
+
+def test_another_dtype_serves_with_numbers_near_those_of_float32(folder: Path) -> None:
+    ids = prompt(12)
+    rows = reference_rows(reference(folder), ids)
+    with running_engine(folder, limits=Limits(CPU32.device, torch.bfloat16)) as engine:
+        scored, written = finish(engine, job(ids, 0, start=0, top=4), job(ids, 10, seed=1))
+    assert scored.scores is not None and scored.scores.logprobs.dtype == np.float32
+    difference = np.abs(scored.scores.logprobs - rows[np.arange(11), ids[1:]])
+    assert 0 < difference.max() < 0.2
+    assert len(written.output_ids) == 10
 
 
 # --- models that cannot be served ----------------------------------------------------------------------------------

@@ -363,6 +363,8 @@ def test_abort_by_rid_and_abort_all_answer_200_even_for_unknown_names(server: Se
         assert server.engine.waiting == 3
         assert server.call("POST", "/abort_request", {"rid": "pair_1"})[0] == 200
         assert server.engine.waiting == 2
+        assert server.call("POST", "/abort_request", {"rid": "pair"})[0] == 200
+        assert server.engine.waiting == 1
         assert server.call("POST", "/abort_request", {"abort_all": True})[0] == 200
         replies = [*batch.result(60), single.result(60)]
     expected = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}

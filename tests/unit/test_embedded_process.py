@@ -88,7 +88,7 @@ def test_it_says_where_it_is_serves_and_ends_in_order_when_told(tmp_path: Path) 
         assert process.wait(30) == 0
 
 
-def test_a_running_request_does_not_hold_up_the_end(tmp_path: Path) -> None:
+def test_a_running_request_does_not_hold_up_the_end_and_gets_what_it_has_written(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", max_position_embeddings=100_000)
     with started(folder, tmp_path / "address") as (process, address):
         body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 90_000, "ignore_eos": True}, "stream": True}
@@ -96,7 +96,11 @@ def test_a_running_request_does_not_hold_up_the_end(tmp_path: Path) -> None:
         with urllib.request.urlopen(request, timeout=60) as stream:
             stream.readline()
             process.send_signal(signal.SIGTERM)
-            process.wait(30)
+            events = [line for line in stream.read().decode().split("\n\n") if line]
+        assert process.wait(30) == 0
+    assert events[-1] == "data: [DONE]"
+    last = json.loads(events[-2].removeprefix("data: "))
+    assert last["meta_info"]["finish_reason"]["type"] == "abort" and last["output_ids"]
 
 
 def test_a_taken_port_is_told_in_one_line_with_exit_code_3(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ Says where it is in `--address-file` once it can serve: {"url", "pid", "mesh"}. 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -28,6 +29,7 @@ from distill.errors import DistillError, EnvironmentFault
 from distill.serving.embedded.app import build_app
 from distill.serving.embedded.engine import Engine
 from distill.serving.embedded.http import Source, State
+from distill.serving.embedded.jobs import Refusal
 from distill.serving.embedded.mesh_loader import TorchLoader
 from distill.serving.embedded.served import DTYPES, Limits, ServedModel, choose_device
 
@@ -99,7 +101,9 @@ def _serve(options: argparse.Namespace, listener: socket.socket) -> int:
         reproducible=options.reproducible,
     )
     state = State(engine, limits, Source(served.folder, options.weight_version), name=options.name)
-    server = _Server(build_app(state), lambda: _announce(listener, state, options))
+    server = _Server(
+        build_app(state), on_ready=lambda: _announce(listener, state, options), on_stop=lambda: _end_requests(engine)
+    )
 
     def stop() -> None:
         server.should_exit = True
@@ -119,25 +123,35 @@ def _serve(options: argparse.Namespace, listener: socket.socket) -> int:
     finally:
         if receiver is not None:
             receiver.close()
-        if not engine.stop(_STOP_DEADLINE_S):
-            os._exit(0)  # the interpreter cannot end in order while a thread is inside a long forward pass
+        engine.stop(_STOP_DEADLINE_S)
     return 0 if engine.failure is None else 1
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which tells when it can serve."""
+    """uvicorn, which tells when it can serve and when it is about to end."""
 
-    def __init__(self, app: Starlette, on_ready: Callable[[], None]) -> None:
+    def __init__(self, app: Starlette, *, on_ready: Callable[[], None], on_stop: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
-                app, log_level="warning", access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=0
+                app, log_level="warning", access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=1
             )
         )
         self._on_ready = on_ready
+        self._on_stop = on_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._on_stop()
+        await super().shutdown(sockets)
+
+
+def _end_requests(engine: Engine) -> None:
+    """Whoever waits gets what was written so far, with the finish reason "abort"."""
+    with contextlib.suppress(Refusal):  # the engine is down already
+        engine.run_between_steps(lambda: engine.abort(lambda job: True))
 
 
 def _announce(listener: socket.socket, state: State, options: argparse.Namespace) -> None:
@@ -203,4 +217,7 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    logging.shutdown()
+    # Everything is closed. Taking torch apart would cost a second, or hang on a thread inside a long forward pass.
+    os._exit(code)

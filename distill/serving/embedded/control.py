@@ -66,7 +66,7 @@ async def _abort(state: State, request: Request) -> Response:
     rid = None if every else _text(body, "rid", needed=True)
 
     def chosen(job: Job) -> bool:
-        return every or rid in (job.rid, job.rid.rpartition("_")[0])
+        return every or rid in (job.rid, job.batch_rid)
 
     await _between_steps(state, lambda: state.engine.abort(chosen))
     return Response(status_code=200)

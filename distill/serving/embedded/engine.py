@@ -28,6 +28,8 @@ log = logging.getLogger("distill.embedded")
 ABORTED = "Aborted"
 _PREFILL_TOKENS = {"cpu": 8192, "cuda": 65536}
 """Padded tokens of one prefill."""
+_HOLD_BACK_STEPS = 8
+"""Longest that a free row waits for company."""
 
 
 class Engine:
@@ -53,6 +55,7 @@ class Engine:
         self._room = max_batch_size
         self._threads = threads
         self._reproducible = reproducible
+        self._held_back = 0
         self._to_score: list[Job] = []
         self._waiting: deque[Job] = deque()
         self._inbox: deque[Job] = deque()
@@ -124,6 +127,7 @@ class Engine:
         """Tokens from now on are written by `version`."""
         self.version = version
         self._rows.mark(version)
+        log.info("weight version %s, with %d requests running", version, len(self._rows))
 
     def pause(self, mode: str) -> int:
         """Stop decoding and scoring. `abort` ends all requests, `retract` sends running ones back to the queue (their
@@ -230,6 +234,8 @@ class Engine:
         if not (self._rows or self._waiting):
             self._room = self.max_batch_size
         budget = _PREFILL_TOKENS.get(served.limits.device.type, _PREFILL_TOKENS["cpu"])
+        if not self._worth_a_prefill():
+            return
         while self._next_may_join([]):
             group: list[Job] = []
             width = 0
@@ -240,6 +246,14 @@ class Engine:
                 width = wider
                 group.append(self._waiting.popleft())
             self._each_or_together(group, lambda jobs: self._prefill(served, jobs))
+
+    def _worth_a_prefill(self) -> bool:
+        """Where more wait than there is room for, rows that come free are filled several at a time: a prefill of one
+        row costs almost as much as a step of all."""
+        free = self._room - len(self._rows)
+        crowded = len(self._waiting) > free and free < self._room // 8
+        self._held_back = self._held_back + 1 if crowded and self._rows else 0
+        return self._held_back % _HOLD_BACK_STEPS == 0
 
     def _next_may_join(self, group: Sequence[Job]) -> bool:
         """There is a waiting job, and a row for it beside those that run and those of `group`."""
@@ -269,6 +283,10 @@ class Engine:
             else:
                 log.warning("request %s failed: %s", jobs[0].rid, error)
                 jobs[0].fail(ServerError(f"request {jobs[0].rid}: the model failed: {type(error).__name__}: {error}"))
+        except BaseException:
+            for job in jobs:
+                job.fail(ServerError(f"request {job.rid}: the server is going down"))
+            raise
 
     def _step(self, served: ServedModel) -> None:
         if not self._rows:

@@ -115,6 +115,8 @@ class Job:
     wanted: Wanted
     call: int = 0
     """Number of the HTTP request that brought it."""
+    batch_rid: str = ""
+    """The one name that was given to a whole batch."""
     on_progress: Callable[[Result], None] | None = None
     """Called on the engine thread after every token of a streamed job."""
     done: Future[Result] = field(default_factory=Future[Result])

@@ -89,6 +89,7 @@ def parse_generate(body: Any, bounds: Bounds) -> GenerateCall:
         raise _bad("return_packed needs one top_logprobs_num for the whole batch, and gives no token_ids_logprob")
     jobs: list[Job] = []
     call = next(_CALLS)
+    batch_rid = body["rid"] if batched and isinstance(body.get("rid"), str) else ""
     for i in range(count):
         where = f"input_ids[{i}]: " if batched else ""
         prompt = _prompt(rows[i], bounds, where)
@@ -104,7 +105,7 @@ def parse_generate(body: Any, bounds: Bounds) -> GenerateCall:
             raise _bad(f"{where}return_packed is for scoring: set max_new_tokens to 0")
         if packed and wanted.start < 0:
             raise _bad(f"{where}return_packed needs return_logprob: true and logprob_start_len >= 0")
-        jobs.append(Job(rids[i], prompt, sampling, wanted, call))
+        jobs.append(Job(rids[i], prompt, sampling, wanted, call, batch_rid))
     return GenerateCall(jobs, batched, stream, packed)
 
 

@@ -195,4 +195,5 @@ def _note_extras(job: Job, logp_V: Tensor) -> None:
         values, ids = logp_V.topk(job.wanted.top_k)
         job.output_tops.append((ids.to(torch.int32).cpu().numpy(), values.cpu().numpy()))
     if job.wanted.token_ids is not None:
-        job.output_picked.append(logp_V[torch.from_numpy(job.wanted.token_ids)].cpu().numpy())
+        ids = torch.from_numpy(job.wanted.token_ids).long().to(logp_V.device)
+        job.output_picked.append(logp_V[ids].cpu().numpy())

@@ -113,7 +113,8 @@ class _Rows:
                 begin, end = max(low, first), min(high, int(firsts[owner + 1]))
                 part_RV, here = logp_NV[begin - low : end - low], slice(begin - first, end - first)
                 if (room := picked[owner]) is not None:
-                    room[here] = part_RV[:, torch.from_numpy(job.wanted.token_ids)].cpu().numpy()
+                    ids = torch.from_numpy(job.wanted.token_ids).long().to(part_RV.device)
+                    room[here] = part_RV[:, ids].cpu().numpy()
                 if (room := full[owner]) is not None:
                     room[here] = part_RV.cpu().numpy()
                 if (room := tail[owner]) is not None:

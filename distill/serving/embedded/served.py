@@ -55,8 +55,7 @@ class ServedModel:
                 f"{folder}: the head has {rows} rows, but the vocabulary is said to have {self.vocab_size} entries",
                 fix=f"give --vocab-size {rows} or less",
             )
-        longest = int(getattr(self.config, "max_position_embeddings", 0) or limits.context_length or 0)
-        self.context_length = min(limits.context_length or longest, longest)
+        self.context_length = _context_length(self.config, folder, limits)
         self.stop_ids = stop_ids(folder)
         self._check_head()
 
@@ -103,6 +102,13 @@ class ServedModel:
                 f"{self.folder}: {type(self.model).__name__} changes its logits after the head in a way not known here",
                 fix="serve this model with SGLang",
             )
+
+
+def _context_length(config: Any, folder: Path, limits: Limits) -> int:
+    known = [n for n in (getattr(config, "max_position_embeddings", None), limits.context_length) if n]
+    if not known:
+        raise ConfigError(f"{folder}: config.json does not say how long a text may be", fix="give --context-length")
+    return min(known)
 
 
 def load_model(folder: Path, limits: Limits) -> Any:
