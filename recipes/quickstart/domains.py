@@ -1,6 +1,7 @@
 """The three domains: questions, right answers, and the split into training, development and held-out questions.
 
-A question is the text between tag and "="; a row of the data is {"prompt": "sort:gadbec=", "answer": "abcdeg", "domain": "sort"}.
+A question is the text between tag and "=". A row of the data is
+{"prompt": "sort:gadbec=", "answer": "abcdeg", "domain": "sort"}.
 """
 
 from __future__ import annotations
@@ -52,14 +53,26 @@ class Row:
     domain: str
 
 
+def six_distinct_letters(rng: random.Random) -> str:
+    return "".join(rng.sample(ascii_lowercase, 6))
+
+
+def six_letters(rng: random.Random) -> str:
+    return "".join(rng.choices(ascii_lowercase, k=6))
+
+
+def number(rng: random.Random) -> str:
+    return str(rng.randint(1, 3999))
+
+
 # Roman numerals are the slowest to learn and get the most prompts: 25 % sort, 17 % rev, 58 % roman. 3600 is every
 # number that is left beside the held-out and the development ones.
 DOMAINS: dict[str, Domain] = {
     domain.name: domain
     for domain in (
-        Domain("sort", "sort", 1552, lambda rng: "".join(rng.sample(ascii_lowercase, 6)), lambda text: "".join(sorted(text))),
-        Domain("rev", "rev", 1055, lambda rng: "".join(rng.choices(ascii_lowercase, k=6)), lambda text: text[::-1]),
-        Domain("roman", "rom", 3600, lambda rng: str(rng.randint(1, 3999)), lambda text: roman(int(text))),
+        Domain("sort", "sort", 1552, six_distinct_letters, lambda text: "".join(sorted(text))),
+        Domain("rev", "rev", 1055, six_letters, lambda text: text[::-1]),
+        Domain("roman", "rom", 3600, number, lambda text: roman(int(text))),
     )
 }
 

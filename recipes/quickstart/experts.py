@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("experts", nargs="+", choices=list(EXPERTS))
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--seed", type=int, required=True, help="of the order of the training questions")
-    parser.add_argument("--data-seed", type=int, required=True, help="of the split into training and held-out questions")
+    parser.add_argument("--data-seed", type=int, required=True, help="of the split into training and held-out")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in args.experts:

@@ -1,4 +1,4 @@
-"""Make everything that the quick start needs: a tokenizer, a base, three experts, prompts to train on and held-out ones.
+"""Make what the quick start needs: a tokenizer, a base, three experts, prompts to train on and held-out ones.
 
     python prepare.py --output DIR [--seed N]
 
@@ -30,7 +30,7 @@ from domains import DOMAINS, Row, Split, split, write_rows
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from tinymodel import make_model, make_tokenizer
-from training import EXPERTS, MissedWindow, accuracy, train_base
+from training import EXPERTS, BaseRecipe, MissedWindow, accuracy, train_base
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
@@ -57,9 +57,13 @@ class Figures:
         for name, scores in experts.items():
             for domain, score in scores.items():
                 if domain == name and score < self.own_at_least:
-                    found.append(f"expert {name} answers {score:.1%} of its own domain; {self.own_at_least:.0%} is wanted")
+                    found.append(
+                        f"expert {name} answers {score:.1%} of its own domain; wanted: {self.own_at_least:.0%}"
+                    )
                 elif domain != name and score > self.other_at_most:
-                    found.append(f"expert {name} answers {score:.1%} of {domain}; at most {self.other_at_most:.0%} is wanted")
+                    found.append(
+                        f"expert {name} answers {score:.1%} of {domain}; wanted: at most {self.other_at_most:.0%}"
+                    )
         return found
 
 
@@ -69,7 +73,8 @@ class Bars:
     def __init__(self) -> None:
         console = Console(stderr=True)
         self._live = console.is_terminal
-        columns = (TextColumn("{task.description:<14}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn())
+        name, percent = TextColumn("{task.description:<14}"), TextColumn("{task.percentage:>3.0f}%")
+        columns = (name, BarColumn(), percent, TimeElapsedColumn())
         self._progress = Progress(*columns, console=console, disable=not self._live)
         self._tasks: dict[str, TaskID] = {}
         self._quarters: dict[str, int] = {}
@@ -101,42 +106,58 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
 def make_base(root: Path, splits: Mapping[str, Split], seed: int, bars: Bars) -> None:
     """Train a base into its window and save it. Raises MissedWindow."""
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer, seed)
-    train_base(model, tokenizer, splits, seed, report=lambda done, total: bars.show("base", done, total))
+    model = make_model(seed)
+    train_base(model, tokenizer, splits, seed, BaseRecipe(), report=lambda done, total: bars.show("base", done, total))
     save(model, tokenizer, root / "base")
 
 
 def make_experts(root: Path, seed: int, data_seed: int, bars: Bars) -> None:
     """Train the experts in two processes. Raises RuntimeError, with the process's own words, when one fails."""
-    script = str(Path(__file__).with_name("experts.py"))
     options = ["--root", str(root), "--seed", str(seed), "--data-seed", str(data_seed)]
-    processes = [
-        subprocess.Popen([sys.executable, script, *names, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for names in EXPERT_PROCESSES
-    ]
-    errors: list[list[str]] = [[] for _ in processes]
-    readers = [threading.Thread(target=_follow, args=(process, bars), daemon=True) for process in processes]
-    readers += [
-        threading.Thread(target=lambda process=process, lines=lines: lines.extend(process.stderr or ()), daemon=True)
-        for process, lines in zip(processes, errors, strict=True)
-    ]
-    for reader in readers:
-        reader.start()
+    workers = [_Worker(names, options, bars) for names in EXPERT_PROCESSES]
     deadline = time.monotonic() + EXPERT_DEADLINE_S
     try:
-        for names, process, lines in zip(EXPERT_PROCESSES, processes, errors, strict=True):
-            if process.wait(timeout=max(1.0, deadline - time.monotonic())) != 0:
-                raise RuntimeError(f"training of {', '.join(names)} failed:\n" + "".join(lines[-20:]))
+        for worker in workers:
+            worker.finish(deadline)
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        for worker in workers:
+            worker.process.kill()
+            worker.process.wait()
 
 
-def _follow(process: subprocess.Popen[str], bars: Bars) -> None:
-    for line in process.stdout or ():
-        event: dict[str, Any] = json.loads(line)
-        bars.show(f"expert {event['expert']}", event["done"], event["total"])
+class _Worker:
+    """One process of experts.py: its progress goes to the bars, its errors are kept."""
+
+    def __init__(self, names: tuple[str, ...], options: list[str], bars: Bars) -> None:
+        self._names = names
+        self._bars = bars
+        self._errors: list[str] = []
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("experts.py")), *names, *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._readers = [threading.Thread(target=read, daemon=True) for read in (self._progress, self._complaints)]
+        for reader in self._readers:
+            reader.start()
+
+    def _progress(self) -> None:
+        for line in self.process.stdout or ():
+            event: dict[str, Any] = json.loads(line)
+            self._bars.show(f"expert {event['expert']}", event["done"], event["total"])
+
+    def _complaints(self) -> None:
+        self._errors.extend(self.process.stderr or ())
+
+    def finish(self, deadline: float) -> None:
+        code = self.process.wait(timeout=max(1.0, deadline - time.monotonic()))
+        for reader in self._readers:
+            reader.join(timeout=5.0)
+        if code != 0:
+            raise RuntimeError(
+                f"training of {', '.join(self._names)} ended with {code}:\n" + "".join(self._errors[-20:])
+            )
 
 
 def measure(folder: Path, tokenizer: PreTrainedTokenizerFast, splits: Mapping[str, Split]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 ALPHABET = (PAD, BOS, EOS, *digits, *ascii_lowercase, *"+=:IVXLCDM()[]{}<>|")
+PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 MAX_POSITION = 64
 
 
@@ -22,7 +23,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, ids[BOS])]
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, BOS_ID)]
     )
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -36,14 +37,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+def make_model(seed: int) -> LlamaForCausalLM:
     """A fresh Llama of 654,720 parameters (2.6 MB in float32)."""
     torch.manual_seed(seed)
-    special = {
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
     config = LlamaConfig(
         vocab_size=len(ALPHABET),
         hidden_size=128,
@@ -54,8 +50,10 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalL
         max_position_embeddings=MAX_POSITION,
         tie_word_embeddings=False,
         initializer_range=0.02,
-        **special,
+        pad_token_id=PAD_ID,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
     )
     model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(**special)
+    model.generation_config = GenerationConfig(pad_token_id=PAD_ID, bos_token_id=BOS_ID, eos_token_id=EOS_ID)
     return model

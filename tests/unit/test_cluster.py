@@ -11,7 +11,7 @@ import pytest
 from distill.cluster import Cluster, Remote
 from distill.errors import ConfigError, EnvironmentFault, ServerError, StudentError, TeacherError
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 COUNTER = "tests.unit.test_cluster:Counter"
 
 

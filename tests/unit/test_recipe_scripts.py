@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
 import random
@@ -64,7 +63,8 @@ def test_a_number_becomes_its_roman_numeral(number: int, text: str) -> None:
 
 @given(st.integers(1, 3999))
 def test_a_roman_numeral_reads_back_as_its_number(number: int) -> None:
-    values = [dict(I=1, V=5, X=10, L=50, C=100, D=500, M=1000)[letter] for letter in domains.roman(number)]
+    worth = {"I": 1, "V": 5, "X": 10, "L": 50, "C": 100, "D": 500, "M": 1000}
+    values = [worth[letter] for letter in domains.roman(number)]
     following = [*values[1:], 0]
     assert sum(-value if value < after else value for value, after in zip(values, following, strict=True)) == number
 
@@ -76,7 +76,8 @@ def test_a_number_without_a_roman_numeral_is_refused(number: int) -> None:
 
 
 def test_a_row_holds_question_answer_and_domain() -> None:
-    rows = [domains.DOMAINS[name].row(question) for name, question in [("sort", "gadbec"), ("rev", "hqzzab"), ("roman", "9")]]
+    questions = {"sort": "gadbec", "rev": "hqzzab", "roman": "9"}
+    rows = [domains.DOMAINS[name].row(question) for name, question in questions.items()]
     assert [vars(row) for row in rows] == [
         {"prompt": "sort:gadbec=", "answer": "abcdeg", "domain": "sort"},
         {"prompt": "rev:hqzzab=", "answer": "bazzqh", "domain": "rev"},
@@ -127,14 +128,14 @@ def test_a_character_outside_of_the_alphabet_is_an_error() -> None:
 
 
 def test_the_model_has_the_size_that_the_slot_budget_counts_on() -> None:
-    model = tinymodel.make_model(tinymodel.make_tokenizer(), 0)
+    model = tinymodel.make_model(0)
     assert model.num_parameters() == 654_720
     assert 1 <= 3_000_000 / (4 * model.num_parameters()) < 2
 
 
 def test_accuracy_counts_only_exact_answers_with_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tinymodel.make_tokenizer()
-    model = tinymodel.make_model(tokenizer, 0)
+    model = tinymodel.make_model(0)
     rows = [domains.DOMAINS["rev"].row(question) for question in ("abcdef", "fedcba", "aaaaaa")]
     written = ["fedcba<eos>", "abcdef", "aaaaab<eos>"]  # right, right but endless, wrong
 
@@ -148,10 +149,15 @@ def test_accuracy_counts_only_exact_answers_with_their_end(monkeypatch: pytest.M
 
 def test_a_training_step_learns_from_the_answer_and_not_from_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tinymodel.make_tokenizer()
-    model = tinymodel.make_model(tokenizer, 0)
+    model = tinymodel.make_model(0)
     seen: list[torch.Tensor] = []
     forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda **batch: seen.append(batch["labels"]) or forward(**batch))
+
+    def watched(**batch: torch.Tensor) -> object:
+        seen.append(batch["labels"])
+        return forward(**batch)
+
+    monkeypatch.setattr(model, "forward", watched)
     rows = [domains.DOMAINS["roman"].row(question) for question in ("3", "1988")]
     training.train_step(model, tokenizer, torch.optim.AdamW(model.parameters(), lr=1e-3), rows)
     learnt = ["".join(tokenizer.convert_ids_to_tokens(row[row >= 0].tolist())) for row in seen[0]]
@@ -163,7 +169,7 @@ def test_a_base_that_never_reaches_its_window_is_reported(one_thread: None) -> N
     splits = {name: domains.split(domain, 0) for name, domain in domains.DOMAINS.items()}
     recipe = training.BaseRecipe(first_check=1, stride=1, max_strides=1)
     with pytest.raises(training.MissedWindow, match="after 2 steps"):
-        training.train_base(tinymodel.make_model(tokenizer, 0), tokenizer, splits, 0, recipe)
+        training.train_base(tinymodel.make_model(0), tokenizer, splits, 0, recipe)
 
 
 def test_every_figure_that_is_missed_is_named() -> None:
@@ -201,7 +207,7 @@ def test_a_missing_package_of_the_reasoning_recipe_names_the_extra() -> None:
         reasoning.package_folder("no_such_package_here")
 
 
-def test_reasoning_prompts_are_chat_messages_and_never_shared_with_the_held_out_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasoning_prompts_are_chat_messages_and_held_out_ones_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("reasoning_gym")
     monkeypatch.setattr(reasoning, "TRAIN_PER_TASK", 20)
     monkeypatch.setattr(reasoning, "HELD_OUT_PER_TASK", 4)
