@@ -20,7 +20,6 @@ cross process borders. To add one: subclass the nearest class above and draw it 
 from __future__ import annotations
 
 
-
 class DistillError(Exception):
     """An error with a message for a person. `what` names the place; `why` and `fix` may be empty."""
 

@@ -34,7 +34,7 @@ async def test_a_full_disk_leaves_the_previous_checkpoint_and_no_partial_one(tmp
     async def full(folder: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(EnvironmentFault, match="step 2 could not be written.*No space left") as caught:
+    with pytest.raises(EnvironmentFault, match=r"step 2 could not be written.*No space left") as caught:
         await checkpoints.write(2, full, samples=b"", state={})
     assert "resume=auto" in caught.value.fix
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

@@ -143,7 +143,7 @@ async def test_a_receiver_that_never_takes_weights_ends_the_run() -> None:
     program = Program("a")
     pool = make_pool([program], max_tries=3)
     await pool.start()
-    with pytest.raises(ServerError, match="a failed 3 times in a row.*digest differs"):
+    with pytest.raises(ServerError, match=r"a failed 3 times in a row.*digest differs"):
         for _ in range(4):
             pool.committed(committed(failed={"a": "digest differs"}))
             await pool.joining()
