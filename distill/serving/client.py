@@ -19,7 +19,7 @@ import numpy as np
 from distill.errors import ServerError, TeacherError
 from distill.packing import CONTENT_TYPE
 from distill.protocols import ServerInfo
-from distill.serving.describe import describe_server
+from distill.serving.describe import EMBEDDED, describe_server
 from distill.serving.packed import parse_packed
 from distill.serving.replies import Asked, Scores, parse_generations, parse_scores, score_error
 from distill.types import GenerateRequest, Generation, Ids, ScoreRequest, Signal, SignalSpec, TeacherScores
@@ -133,14 +133,22 @@ class ServerClient:
             )
 
     async def checksums(self) -> dict[str, str]:
-        """Tensor name -> digest of its bytes as the server holds it. With several ranks, "rank<i>/" goes before."""
+        """Tensor name -> digest of its bytes as the server holds it. With several ranks, "rank<i>/" goes before.
+
+        The embedded server gives xxh3-64 of Hugging Face tensors. Another program has its own algorithm and names:
+        its digests say whether two loads agree, not whether a file does, so the program's name goes before theirs.
+        """
+        program = (await self._known()).program
         answer = await self._json("POST", "/weights_checker", {"action": "checksum"}, self._timeout_s)
         ranks: Any = answer.get("ranks")
         if answer.get("success") is not True or not isinstance(ranks, list) or not ranks:
             raise ServerError(f"{self.label} gives no checksums: {answer.get('message') or answer}")
-        if len(ranks) == 1:
-            return dict(ranks[0]["checksums"])
-        return {f"rank{i}/{name}": digest for i, rank in enumerate(ranks) for name, digest in rank["checksums"].items()}
+        own = "" if program == EMBEDDED else f"{program}/"
+        return {
+            f"{own}{f'rank{i}/' if len(ranks) > 1 else ''}{name}": digest
+            for i, rank in enumerate(ranks)
+            for name, digest in rank["checksums"].items()
+        }
 
     async def pause(self, mode: str) -> None:
         """Stop computing. `mode`: abort ends running requests, retract and in_place keep them for `resume`."""

@@ -10,6 +10,9 @@ from typing import Any, cast
 from distill.errors import ServerError
 from distill.protocols import ServerInfo
 
+EMBEDDED = "distill-embedded"
+"""What the embedded server calls itself."""
+
 
 def describe_server(server: Mapping[str, Any], model: Mapping[str, Any], label: str) -> ServerInfo:
     """Raises ServerError when the vocabulary or the context length cannot be learnt.

@@ -177,10 +177,20 @@ async def test_a_scoring_request_that_cannot_be_right_is_not_sent(
     assert complaint in caught.value.what
 
 
-async def test_checksums_of_several_ranks_keep_apart(serve: Serve) -> None:
-    ranks = [{"checksums": {"w": "aa"}}, {"checksums": {"w": "bb"}}]
-    client = await serve(answering(200, {"success": True, "ranks": ranks}))
-    assert await client.checksums() == {"rank0/w": "aa", "rank1/w": "bb"}
+@pytest.mark.parametrize(
+    ("program", "ranks", "expected"),
+    [
+        ("distill-embedded", [{"w": "aa"}], {"w": "aa"}),
+        ("sglang", [{"w": "aa"}], {"sglang/w": "aa"}),
+        ("sglang", [{"w": "aa"}, {"w": "bb"}], {"sglang/rank0/w": "aa", "sglang/rank1/w": "bb"}),
+    ],
+)
+async def test_checksums_keep_ranks_apart_and_other_programs_digests_from_those_of_files(
+    serve: Serve, program: str, ranks: list[dict[str, str]], expected: dict[str, str]
+) -> None:
+    answer = {"success": True, "ranks": [{"checksums": checksums} for checksums in ranks]}
+    client = await serve(answering(200, answer), info={**SGLANG, "program": program})
+    assert await client.checksums() == expected
 
 
 def test_sglang_is_described_with_the_help_of_its_models_config(tmp_path: Path) -> None:

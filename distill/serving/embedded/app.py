@@ -15,12 +15,11 @@ from starlette.routing import Route
 
 from distill import __version__, packing
 from distill.errors import DistillError
+from distill.serving.describe import EMBEDDED
 from distill.serving.embedded import control, replies
 from distill.serving.embedded.http import Handler, State, error_reply, json_reply, read_body
 from distill.serving.embedded.jobs import Refusal, Result
 from distill.serving.embedded.requests import Bounds, GenerateCall, parse_generate
-
-PROGRAM = "distill-embedded"
 
 
 def build_app(state: State) -> Starlette:
@@ -154,7 +153,7 @@ async def _server_info(state: State, request: Request) -> Response:
     engine, served = state.engine, state.engine.served
     info: dict[str, Any] = {
         "version": __version__,
-        "program": PROGRAM,
+        "program": EMBEDDED,
         "name": state.name,
         "packed": True,
         "model_path": str(state.source.folder),
