@@ -79,7 +79,8 @@ def test_a_killed_student_ends_the_run_clearly_and_a_resume_reaches_the_figures(
     assert resumed.wait(DEADLINE_S) == 0, resumed.output()[-3000:]
     result = resumed.result()
     check_figures(result)
-    assert result["samples"] == 120 * 192, "every sample of the plan is trained once"
+    assert resumed.steps() == list(range(1, result["steps"] + 1)), "every step is there once"
+    assert result["samples"] == result["steps"] * 192, "every sample of the plan is trained once"
 
 
 @pytest.mark.slow

@@ -189,11 +189,11 @@ def test_every_third_layer_is_removed_and_the_others_keep_their_weights() -> Non
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     smaller = reasoning.drop_layers(model)
-    assert reasoning.kept_layers(7) == [0, 1, 3, 4, 6]
+    assert reasoning.kept_layers(7) == [0, 2, 3, 5, 6]
     assert smaller.config.num_hidden_layers == len(smaller.model.layers) == 5
     assert model.config.num_hidden_layers == 7
     assert smaller.lm_head.weight.data_ptr() == smaller.model.embed_tokens.weight.data_ptr()
-    for new, old in enumerate([0, 1, 3, 4, 6]):
+    for new, old in enumerate([0, 2, 3, 5, 6]):
         kept, source = smaller.model.layers[new], model.model.layers[old]
         assert kept.self_attn.layer_idx == new
         assert all(torch.equal(kept.state_dict()[name], tensor) for name, tensor in source.state_dict().items())
