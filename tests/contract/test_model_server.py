@@ -31,11 +31,10 @@ from tests.builders_serving import (
 
 SGLANG_PYTHON = os.environ.get("DISTILL_SGLANG_PYTHON")
 PROGRAMS = [
-    pytest.param("embedded", marks=pytest.mark.xdist_group("server embedded")),
+    "embedded",
     pytest.param(
         "sglang",
         marks=[
-            pytest.mark.xdist_group("server sglang"),
             pytest.mark.sglang,
             pytest.mark.skipif(
                 SGLANG_PYTHON is None, reason="DISTILL_SGLANG_PYTHON names no interpreter that has SGLang"

@@ -28,7 +28,6 @@ from tests.builders_serving import VOCAB, launcher, reference_greedy, reference_
 
 NAMES = ("a", "b", "c")
 ATOL = 1e-5
-pytestmark = pytest.mark.xdist_group("teacher backend")
 
 
 @dataclass
