@@ -58,6 +58,12 @@ def read_overrides(arguments: Sequence[str], teachers: Iterable[str], data: int)
             result.choices[group] = _choice(argument, group, override)
             continue
         if override.type is OverrideType.DEL:
+            if isinstance(key[-1], int):
+                raise ConfigError(
+                    f"{COMMAND_LINE}: {argument!r}: one entry of a list cannot be removed",
+                    why="the entries behind it would move, and other overrides name them by number",
+                    fix=f"write the whole list: {dotted(key[:-1])}=[...]",
+                )
             result.settings.append(f"~{dotted(key)}")
             continue
         result.settings.append(f"++{dotted(key)}={value}")

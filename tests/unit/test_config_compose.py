@@ -152,6 +152,7 @@ WRONG_OVERRIDES = [
     ("objective=jds", "there is no objective 'jds'", "'jsd'"),
     ("server=sglan", "there is no server 'sglan'", "'sglang'"),
     ("student.lr", "not key=value", "student.lr=VALUE"),
+    ("~data.0", "one entry of a list cannot be removed", "data=[...]"),
     ("student.lr=1,2", "several values", "student.lr=[1,2]"),
     ("trainer.steps={", "cannot read", "quotes"),
     ("hydra.run.dir=x", "not a setting of a run", "known:"),
