@@ -161,7 +161,13 @@ class _Run:
         observer, export = self._observer, self._folder / "student"
         status, failure = "failed", ""
         try:
+            if self._checkpoint:
+                observer.event("info", f"going on at step {self._checkpoint.step} from {self._checkpoint.folder}")
+            observer.event(
+                "info", f"starting the student, rollout servers and teacher slots; all goes to {self._folder}"
+            )
             async with self._parts() as parts:
+                observer.event("info", "all processes are up")
                 await loop.run(parts, self._plan(), self._stop.event)
                 await parts.student.export(export)
             status = "done"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from distill.errors import ConfigError, DistillError
+from distill.errors import ConfigError, DistillError, RunStopped
 
 if TYPE_CHECKING:
     from distill.config.compose import LoadedConfig
@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except DistillError as error:
-        print(f"error: {error}", file=sys.stderr)
+        # A stop is what the user asked for; its message begins with the word itself.
+        print(error if isinstance(error, RunStopped) else f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

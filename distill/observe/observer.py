@@ -179,7 +179,8 @@ class Observer:
             result["error"] = error
         write_result(self._run_dir, result)
         write_report(self._run_dir, self._history, result, self._run_dir / METRICS_FILE, self._config_text)
-        self._console.print(final_table(self._history, result))
+        if result["domains"]:
+            self._console.print(final_table(self._history, result))
         for line in closing_lines(result):
             self._console.print(Text(line), soft_wrap=True)  # a path stays in one piece
         return result

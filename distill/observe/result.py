@@ -90,8 +90,14 @@ def closing_lines(result: dict[str, Any]) -> list[str]:
         f"KL to the teacher, {domain}: {ends['first']:.4f} -> {ends['last']:.4f} nat"
         for domain, ends in result["kl"].items()
     ]
+    if not result["domains"]:
+        lines.append("evaluation.data names no held-out prompts: accuracy was not measured")
     if result["export_dir"]:
         lines.append(f"student  {result['export_dir']}")
     folder = Path(result["run_dir"])
-    lines += [f"metrics  {folder / 'metrics.jsonl'}", f"report   {folder / REPORT_FILE}"]
+    lines += [
+        f"result   {folder / RESULT_FILE}",
+        f"metrics  {folder / 'metrics.jsonl'}",
+        f"report   {folder / REPORT_FILE}",
+    ]
     return lines

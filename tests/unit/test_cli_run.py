@@ -130,7 +130,7 @@ def test_a_wrong_command_line_is_a_configuration_error(
     ("error", "code", "says"),
     [
         (ServerError("it died", why="a reason", fix="a way"), 4, "error: it died\n  why: a reason\n  fix: a way\n"),
-        (RunStopped("saved"), 130, "error: saved\n"),
+        (RunStopped("stopped, and saved"), 130, "stopped, and saved\n"),
         (KeyboardInterrupt(), 130, "stopped\n"),
         (ZeroDivisionError("ours"), 1, "ZeroDivisionError: ours\n\nThis is a fault of Distill"),
     ],
