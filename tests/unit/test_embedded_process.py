@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from distill.serving.embedded import __main__ as embedded_main
 from distill.transfermesh import Endpoint, Publisher, model_digest, tensor_digest
 from tests.builders_embedded import prompt, save_model
 
@@ -167,3 +169,18 @@ def test_weights_published_over_the_mesh_are_live_and_agree(tmp_path: Path, tran
         assert report.digest == model_digest(sums)
         wrote = post(address["url"], "/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}})
         assert wrote["meta_info"]["weight_version"] == "12"
+
+
+async def test_replies_are_sent_at_once_and_do_not_wait_for_acknowledgements() -> None:
+    told: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def accept(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted = writer.get_extra_info("socket")
+        told.set_result(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    listener = embedded_main._bind("127.0.0.1", 0)
+    async with await asyncio.start_server(accept, sock=listener):
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        assert await asyncio.wait_for(told, 30) != 0
+        writer.close()
