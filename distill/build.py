@@ -256,9 +256,10 @@ class _Run:
             env={"OMP_NUM_THREADS": str(config.student.threads)},
             deadline_s=config.server.start_timeout_s,
         )
-        stack.callback(student.kill)
+        remote = RemoteStudent(student, spool=self._folder / "weights", connect=self._connect)
+        stack.push_async_callback(remote.close)
         self._observer.event("debug", f"the student runs as process {await student.pid()}")
-        return RemoteStudent(student, spool=self._folder / "weights", connect=self._connect)
+        return remote
 
     async def _start_server(
         self, cluster: Cluster, stack: contextlib.AsyncExitStack, role: str, index: int

@@ -17,6 +17,7 @@ from distill.types import Batch, StepResult
 
 STEP_DEADLINE_S = 3600.0
 SAVE_DEADLINE_S = 1800.0
+CLOSE_DEADLINE_S = 10.0
 
 
 class RemoteStudent:
@@ -80,6 +81,12 @@ class RemoteStudent:
 
     async def export(self, folder: Path) -> None:
         await self._remote.call("export", folder, deadline_s=SAVE_DEADLINE_S)
+
+    async def close(self) -> None:
+        """Free its shared memory and end it. A student that is dead already left that to the next start."""
+        with contextlib.suppress(ServiceError):
+            await self._remote.call("close", deadline_s=CLOSE_DEADLINE_S)
+        self._remote.kill()
 
 
 class RemoteServer:

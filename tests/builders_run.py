@@ -120,10 +120,13 @@ class Run:
                 return process
         raise AssertionError(f"no server {name} is running")
 
-    def student(self) -> psutil.Process:
-        """The student's process, by the id that the event log names."""
+    def student_pid(self) -> int:
+        """The student's process id, as the event log names it."""
         lines = [line for line in (self.folder / "events.log").read_text().splitlines() if "student runs as" in line]
-        return psutil.Process(int(lines[-1].split()[-1]))
+        return int(lines[-1].split()[-1])
+
+    def student(self) -> psutil.Process:
+        return psutil.Process(self.student_pid())
 
 
 def _words(process: psutil.Process) -> list[str]:

@@ -51,6 +51,8 @@ def test_a_run_leaves_a_student_that_transformers_loads_and_a_whole_record(tmp_p
         assert (run.folder / name).stat().st_size > 0
     assert [path.name for path in sorted((run.folder / "checkpoints").iterdir())] == ["step-00000002", "step-00000004"]
 
+    assert not list(Path("/dev/shm").glob(f"distill-mesh-*-{run.student_pid()}-*")), "shared memory is given back"
+
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     for folder in (exported, run.folder / "checkpoints" / "step-00000002" / "student"):

@@ -178,8 +178,8 @@ def _start_receiver(engine: Engine, options: argparse.Namespace) -> Any:
 
 def _bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off only where the socket names its protocol; without that, each reply in two parts
-    # (head, body) waits 40 ms for the client's delayed acknowledgement.
+    # asyncio turns Nagle's algorithm off only where the socket names its protocol. Otherwise the second part of each
+    # reply, its body, waits 40 ms for the client's delayed acknowledgement of the first.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
