@@ -108,7 +108,7 @@ class _Stop:
     signal: int = 0
 
     def install(self, tell: Callable[[str, str], None]) -> None:
-        """Catch SIGINT and SIGTERM for the running task. After Ray's start, which sets handlers of its own."""
+        """Catch SIGINT, SIGTERM and SIGHUP for the running task. After Ray's start, which sets handlers of its own."""
         main = asyncio.current_task()
         assert main is not None
 
@@ -120,7 +120,7 @@ class _Stop:
             self.event.set()
             tell("warning", "stopping after this step; once more to stop at once, without a checkpoint")
 
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, asked, number)
 
     def explain(self, stopped: RunStopped) -> RunStopped:
@@ -232,9 +232,12 @@ class _Run:
         config = self._config
         places = [("rollout", index) for index in range(config.rollout.servers)]
         places += [("slot", index) for index in range(config.teacher_manager.slots)]
-        async with asyncio.TaskGroup() as starting:
-            student = starting.create_task(self._start_student(cluster, stack))
-            servers = [starting.create_task(self._start_server(cluster, stack, *place)) for place in places]
+        try:
+            async with asyncio.TaskGroup() as starting:
+                student = starting.create_task(self._start_student(cluster, stack))
+                servers = [starting.create_task(self._start_server(cluster, stack, *place)) for place in places]
+        except BaseExceptionGroup as group:
+            raise loop.first_cause(group) from group
         started = [task.result() for task in servers]
         return student.result(), started[: config.rollout.servers], started[config.rollout.servers :]
 

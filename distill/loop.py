@@ -74,7 +74,7 @@ async def run(parts: Parts, plan: Plan, stop: asyncio.Event) -> None:
                 current.cancel()
                 writing.cancel()
     except BaseExceptionGroup as group:
-        raise _first(group) from group
+        raise first_cause(group) from group
 
 
 async def write_samples(parts: Parts, plan: Plan) -> None:
@@ -235,7 +235,7 @@ def _due(version: int, every: int | None) -> bool:
     return every is not None and version % every == 0
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The error that explains the run's end: one of ours before a stranger's, a fault before a stop."""
     flat: list[BaseException] = []
 

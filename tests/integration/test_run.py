@@ -136,3 +136,16 @@ def test_servers_of_somebody_else_are_used_and_left_running(tmp_path: Path) -> N
         for process, _ in started:
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "message"),
+    [("student.device=cuda", 3, "cuda"), ("server=sglang", 3, "sglang")],
+)
+def test_a_process_that_cannot_start_ends_the_run_with_its_own_error(
+    tmp_path: Path, override: str, code: int, message: str
+) -> None:
+    run = Run(tmp_path / "out", str(write_run(tmp_path)), override)
+    assert run.wait(DEADLINE_S) == code, run.output()[-3000:]
+    assert "Traceback" not in run.output() and message in run.output()
+    assert run.result()["status"] == "failed"
