@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import itertools
 import math
 import secrets
 import signal
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,34 +49,85 @@ def run(
     is made when it is not given; `resolved` is what config.yaml in the run's folder records.
     """
     checked = preflight or inspect(config)
-    folder, checkpoint = open_folder(config)
+    folder = choose_folder(config)
+    with owned(folder):
+        return _run_in(folder, config, checked, resolved)
+
+
+def _run_in(folder: Path, config: RunConfig, checked: Preflight, resolved: Mapping[str, Any] | None) -> dict[str, Any]:
+    checkpoint = find_checkpoint(folder, config)
     text = yaml.safe_dump(dict(resolved or config.model_dump(mode="json")), sort_keys=False)
     (folder / "config.yaml").write_text(text)
     return asyncio.run(_Run(config, checked, folder, checkpoint, text).execute())
 
 
-def open_folder(config: RunConfig) -> tuple[Path, Checkpoint | None]:
-    """The run's folder, and the checkpoint to go on from. Raises ConfigError when the two do not fit together."""
+def choose_folder(config: RunConfig) -> Path:
+    """The run's folder, made if it is new. Nothing in it is read before `owned` holds it."""
     runs = Path("outputs") / config.run.name
-    if config.resume is None:
-        folder = config.run.dir or runs / time.strftime("%Y%m%d-%H%M%S")
-        if (folder / "checkpoints").exists():
-            raise ConfigError(f"{folder} already holds a run", fix=f"choose another run.dir; or {RESUME}")
-        found = None
-    else:
+    chosen = config.run.dir
+    if config.resume is not None:
         chosen = Path(config.resume) if config.resume != "auto" else config.run.dir or newest_unfinished(runs)
-        folder = chosen or runs / time.strftime("%Y%m%d-%H%M%S")
-        found = Checkpoints(folder / "checkpoints", keep=1).latest()
-        if found is None and config.resume != "auto":
-            raise ConfigError(f"resume: {folder} holds no checkpoint", fix="give a run's folder, or auto")
-        if found is not None and found.step >= config.trainer.steps:
-            raise ConfigError(
-                f"resume: {folder} has already trained {found.step} of {config.trainer.steps} steps",
-                why="going on would train nothing",
-                fix="raise trainer.steps, or start a new run without resume",
-            )
+    folder = chosen or new_folder(runs)
     folder.mkdir(parents=True, exist_ok=True)
-    return folder.absolute(), found
+    return folder.absolute()
+
+
+def find_checkpoint(folder: Path, config: RunConfig) -> Checkpoint | None:
+    """The checkpoint to go on from, None for a new run. Raises ConfigError when folder and wish do not fit together."""
+    if config.resume is None:
+        if holds_run(folder):
+            raise ConfigError(f"{folder} already holds a run", fix=f"choose another run.dir; or {RESUME}")
+        return None
+    found = Checkpoints(folder / "checkpoints", keep=1).latest()
+    if found is None and config.resume != "auto":
+        raise ConfigError(f"resume: {folder} holds no checkpoint", fix="give a run's folder, or auto")
+    if found is None and holds_run(folder):
+        raise ConfigError(
+            f"resume: {folder} holds a run without a checkpoint",
+            why="a run that begins anew there would write over what is left of it",
+            fix="choose another run.dir, or move the folder away",
+        )
+    if found is not None and found.step >= config.trainer.steps:
+        raise ConfigError(
+            f"resume: {folder} has already trained {found.step} of {config.trainer.steps} steps",
+            why="going on would train nothing",
+            fix="raise trainer.steps, or start a new run without resume",
+        )
+    if found is not None:
+        check_identity(found, config)
+    return found
+
+
+def new_folder(runs: Path) -> Path:
+    """A folder of its own for a run, named by the second in which it began; two runs never get the same."""
+    runs.mkdir(parents=True, exist_ok=True)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for name in itertools.chain([stamp], (f"{stamp}-{count}" for count in itertools.count(2))):
+        with contextlib.suppress(FileExistsError):
+            (runs / name).mkdir()
+            return runs / name
+    raise AssertionError("unreachable: the names have no end")
+
+
+def holds_run(folder: Path) -> bool:
+    """There is work in the folder. What a run leaves that failed while it started is none."""
+    metrics = folder / "metrics.jsonl"
+    return (folder / "checkpoints").exists() or (metrics.exists() and metrics.stat().st_size > 0)
+
+
+@contextlib.contextmanager
+def owned(folder: Path) -> Generator[None]:
+    """Keep every other run out of `folder`; the kernel lets go of it when this process ends, however it ends."""
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another run is at work in {folder}",
+                why="two runs would write over each other's checkpoints and results",
+                fix="wait for it, or choose another run.dir",
+            ) from error
+        yield
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
@@ -85,7 +138,8 @@ def identity(config: RunConfig) -> dict[str, Any]:
         "rollout.samples_per_prompt": config.rollout.samples_per_prompt,
         "student.model": str(config.student.model),
         "data": [str(source.path) for source in config.data],
-        "teachers": sorted(config.teachers),
+        "teachers": {name: str(teacher.model) for name, teacher in sorted(config.teachers.items())},
+        "objective": config.objective.model_dump(mode="json"),
     }
 
 
@@ -134,8 +188,6 @@ class _Run:
     def __init__(
         self, config: RunConfig, checked: Preflight, folder: Path, checkpoint: Checkpoint | None, resolved: str
     ) -> None:
-        if checkpoint is not None:
-            check_identity(checkpoint, config)
         self._config = config
         self._checked = checked
         self._folder = folder
