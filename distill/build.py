@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import itertools
 import math
@@ -21,7 +22,7 @@ from distill import loop
 from distill.checkpoint import Checkpoint, Checkpoints, newest_unfinished
 from distill.cluster import Cluster
 from distill.config import RunConfig
-from distill.errors import ConfigError, DistillError, RunStopped, ServerError, StudentError
+from distill.errors import ConfigError, DistillError, EnvironmentFault, RunStopped, ServerError, StudentError
 from distill.evaluation import Evaluator
 from distill.observe import Observer
 from distill.preflight import Preflight, inspect
@@ -58,7 +59,16 @@ def _run_in(folder: Path, config: RunConfig, checked: Preflight, resolved: Mappi
     checkpoint = find_checkpoint(folder, config)
     text = yaml.safe_dump(dict(resolved or config.model_dump(mode="json")), sort_keys=False)
     (folder / "config.yaml").write_text(text)
-    return asyncio.run(_Run(config, checked, folder, checkpoint, text).execute())
+    try:
+        return asyncio.run(_Run(config, checked, folder, checkpoint, text).execute())
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise EnvironmentFault(
+            f"no space left for the run in {folder}",
+            why="the newest checkpoint is untouched",
+            fix=f"make room; {RESUME}",
+        ) from error
 
 
 def choose_folder(config: RunConfig) -> Path:

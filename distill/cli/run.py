@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 
 from distill.errors import ConfigError, DistillError, RunStopped
 
@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of `distill-run argv`; messages go to stderr, what was asked for to stdout."""
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()
+        output = cast(TextIO | None, sys.stdout)
+        if output is not None:  # it is None where the caller closed it: `>&-`
+            output.flush()
         return code
     except DistillError as error:
         # A stop is what the user asked for; its message begins with the word itself.

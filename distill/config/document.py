@@ -89,6 +89,12 @@ def _walk(node: yaml.Node, at: KeyPath, lines: dict[KeyPath, int], path: Path) -
         for key_node, value_node in node.value:
             key: KeyPath = (*at, str(key_node.value))
             line = key_node.start_mark.line + 1
+            if key_node.tag != "tag:yaml.org,2002:str" and key_node.tag != "tag:yaml.org,2002:merge":
+                raise ConfigError(
+                    f"{path}:{line}: the key {dotted(key)} is not a text for YAML",
+                    why="YAML reads 1, no and null as a number, a truth value and nothing",
+                    fix=f'put it in quotes: "{key_node.value}"',
+                )
             if key in lines:
                 raise ConfigError(
                     f"{path}:{line}: the key {dotted(key)} is given twice, first on line {lines[key]}",

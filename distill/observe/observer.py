@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +28,14 @@ from distill.registry import load
 from distill.types import ScoredSample, StepResult
 
 EVENTS_FILE = "events.log"
+
+
+class RunConsole(Console):
+    """A terminal that may go away, as in `distill-run | head`: the run goes on without it."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Observer:
@@ -52,7 +62,7 @@ class Observer:
         self._origin = time.monotonic()
         self._run_dir = run_dir
         self._config_text = config_text
-        self._console = console or Console()
+        self._console = console or RunConsole()
         self._history = History(run_name, total_steps, tuple(teachers), dict(domain_teachers))
         run_dir.mkdir(parents=True, exist_ok=True)
         sinks = dict.fromkeys(["jsonl", *config.sinks])
@@ -171,9 +181,10 @@ class Observer:
         self._memory.stop()
         self._update_memory()
         self._progress.close()
-        for sink in self._sinks:
-            sink.close()
-        self._log.close()
+        for opened in (*self._sinks, self._log):
+            # On a full disk the write before has failed and ended the run; the result is still worth a try.
+            with contextlib.suppress(OSError):
+                opened.close()
         result = summary(self._history, status, wall_s=self.clock(), run_dir=self._run_dir, export_dir=export_dir)
         if error is not None:
             result["error"] = error

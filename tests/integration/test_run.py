@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +153,33 @@ def test_a_process_that_cannot_start_ends_the_run_with_its_own_error(
     assert run.wait(DEADLINE_S) == code, run.output()[-3000:]
     assert "Traceback" not in run.output() and message in run.output()
     assert run.result()["status"] == "failed"
+
+
+def test_a_reader_that_leaves_does_not_end_the_run(tmp_path: Path) -> None:
+    write_run(tmp_path, trainer={"steps": 2})
+    command = f"{sys.executable} -m distill.cli.run teachers.yaml"
+    for shell in (f"set -o pipefail; {command} | head -1", f"{command} run.dir={tmp_path / 'closed'} >&-"):
+        done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, timeout=DEADLINE_S, capture_output=True, text=True)
+        assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr[-2000:]
+    for folder in ("out", "closed"):
+        assert json.loads((tmp_path / folder / "result.json").read_text())["status"] == "done"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which only root may")
+def test_a_disk_that_fills_up_in_a_run_is_a_fault_of_the_machine(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(small)], check=True)
+    try:
+        settings = {"trainer": {"steps": 4000, "checkpoint_every": 2}, "run": {"dir": str(small / "out")}}
+        run = Run(small / "out", str(write_run(tmp_path, **settings)), cwd=tmp_path, log=tmp_path / "full.log")
+        run.until_step(1, DEADLINE_S)
+        filler = os.open(small / "filler", os.O_WRONLY | os.O_CREAT)
+        with contextlib.suppress(OSError):
+            while True:
+                os.write(filler, b"0" * 4096)
+        os.close(filler)
+        assert run.wait(DEADLINE_S) == 3, run.output()[-3000:]
+        assert "Traceback" not in run.output() and "make room" in run.output()
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)

@@ -280,3 +280,14 @@ def test_annotations_are_found_by_key_path() -> None:
     with pytest.raises(UnknownKey) as caught:
         annotation_at(("data", "path"))
     assert caught.value.path == ("data", "path")
+
+
+@pytest.mark.parametrize("name", ["1", "no", "null"])
+def test_a_teacher_whose_name_is_no_text_for_yaml_is_refused_with_quotes_as_the_way_out(
+    tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(f"student: {{model: b}}\nteachers:\n  {name}: {{model: m}}\ndata: [{{path: d.jsonl}}]\n")
+    with pytest.raises(ConfigError, match=rf"t.yaml:3: the key teachers.{name} is not a text") as caught:
+        load_config(path)
+    assert f'"{name}"' in caught.value.fix
