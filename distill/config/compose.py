@@ -50,6 +50,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     ConfigError, which names every key that is wrong and where it was written.
     """
     document = read(find(path))
+    _refuse_shadow(document.path.parent / "distill.yaml")
     teachers, data = document.values.get("teachers"), document.values.get("data")
     asked = read_overrides(
         overrides,
@@ -67,6 +68,16 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
         raise explain(error, where) from None
     check(config, where)
     return LoadedConfig(config, config.model_dump(mode="json"), document.path)
+
+
+def _refuse_shadow(file: Path) -> None:
+    """Hydra looks beside the user's file first: a file of this name would silently replace Distill's own defaults."""
+    if file.exists():
+        raise ConfigError(
+            f"{file} would stand in for the defaults of Distill",
+            why="`distill` in a defaults list is the name of those defaults, and files beside the run's come first",
+            fix="give it another name, such as teachers.yaml",
+        )
 
 
 def distill_cache(name: str) -> str:

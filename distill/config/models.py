@@ -25,7 +25,7 @@ class _Section(BaseModel):
 class RunSection(_Section):
     name: str = Field(default="run", pattern=_NAME, description="names the output folder")
     dir: Path | None = Field(default=None, description="output folder; default outputs/<name>/<time>")
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=2**32 - 1)
 
 
 class PrepareConfig(_Section):

@@ -291,3 +291,10 @@ def test_a_teacher_whose_name_is_no_text_for_yaml_is_refused_with_quotes_as_the_
     with pytest.raises(ConfigError, match=rf"t.yaml:3: the key teachers.{name} is not a text") as caught:
         load_config(path)
     assert f'"{name}"' in caught.value.fix
+
+
+def test_a_file_that_would_replace_the_defaults_is_refused(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    (tmp_path / "distill.yaml").write_text("trainer: {steps: 7}\n")
+    with pytest.raises(ConfigError, match="would stand in for the defaults"):
+        load_config(path)
