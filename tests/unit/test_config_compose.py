@@ -294,7 +294,8 @@ def test_a_teacher_whose_name_is_no_text_for_yaml_is_refused_with_quotes_as_the_
 
 
 def test_a_file_that_would_replace_the_defaults_is_refused(tmp_path: Path) -> None:
-    path = write_run(tmp_path)
+    path = tmp_path / "teachers.yaml"
+    path.write_text("student: {model: b}\nteachers: {t: {model: m}}\ndata: [{path: d.jsonl}]\n")
     (tmp_path / "distill.yaml").write_text("trainer: {steps: 7}\n")
     with pytest.raises(ConfigError, match="would stand in for the defaults"):
         load_config(path)
