@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import fcntl
-import itertools
 import math
 import secrets
 import signal
-import time
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ from typing import Any
 import yaml
 
 from distill import loop
-from distill.checkpoint import Checkpoint, Checkpoints, newest_unfinished
+from distill.checkpoint import Checkpoint, Checkpoints
 from distill.cluster import Cluster
 from distill.config import RunConfig
 from distill.errors import ConfigError, DistillError, EnvironmentFault, RunStopped, ServerError, StudentError
@@ -31,11 +28,10 @@ from distill.registry import KINDS, load
 from distill.remote import RemoteServer, RemoteStudent
 from distill.rollout.admission import Admission
 from distill.rollout.pool import RolloutPool, RolloutServer
+from distill.run_folder import RESUME, choose_folder, find_checkpoint, identity, owned, set_aside
 from distill.serving.client import ServerClient
 from distill.teacher_manager import CanaryStore, Slot, Teacher, TeacherManager
 from distill.types import Ids
-
-RESUME = "resume=auto goes on from the newest checkpoint"
 
 
 def run(
@@ -57,10 +53,11 @@ def run(
 
 def _run_in(folder: Path, config: RunConfig, checked: Preflight, resolved: Mapping[str, Any] | None) -> dict[str, Any]:
     checkpoint = find_checkpoint(folder, config)
+    aside = set_aside(folder) if checkpoint is None else None
     text = yaml.safe_dump(dict(resolved or config.model_dump(mode="json")), sort_keys=False)
     (folder / "config.yaml").write_text(text)
     try:
-        return asyncio.run(_Run(config, checked, folder, checkpoint, text).execute())
+        return asyncio.run(_Run(config, checked, folder, checkpoint, text).execute(aside))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -69,99 +66,6 @@ def _run_in(folder: Path, config: RunConfig, checked: Preflight, resolved: Mappi
             why="the newest checkpoint is untouched",
             fix=f"make room; {RESUME}",
         ) from error
-
-
-def choose_folder(config: RunConfig) -> Path:
-    """The run's folder, made if it is new. Nothing in it is read before `owned` holds it."""
-    runs = Path("outputs") / config.run.name
-    chosen = config.run.dir
-    if config.resume is not None:
-        chosen = Path(config.resume) if config.resume != "auto" else config.run.dir or newest_unfinished(runs)
-    folder = chosen or new_folder(runs)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder.absolute()
-
-
-def find_checkpoint(folder: Path, config: RunConfig) -> Checkpoint | None:
-    """The checkpoint to go on from, None for a new run. Raises ConfigError when folder and wish do not fit together."""
-    if config.resume is None:
-        if holds_run(folder):
-            raise ConfigError(f"{folder} already holds a run", fix=f"choose another run.dir; or {RESUME}")
-        return None
-    found = Checkpoints(folder / "checkpoints", keep=1).latest()
-    if found is None and config.resume != "auto":
-        raise ConfigError(f"resume: {folder} holds no checkpoint", fix="give a run's folder, or auto")
-    if found is None and holds_run(folder):
-        raise ConfigError(
-            f"resume: {folder} holds a run without a checkpoint",
-            why="a run that begins anew there would write over what is left of it",
-            fix="choose another run.dir, or move the folder away",
-        )
-    if found is not None and found.step >= config.trainer.steps:
-        raise ConfigError(
-            f"resume: {folder} has already trained {found.step} of {config.trainer.steps} steps",
-            why="going on would train nothing",
-            fix="raise trainer.steps, or start a new run without resume",
-        )
-    if found is not None:
-        check_identity(found, config)
-    return found
-
-
-def new_folder(runs: Path) -> Path:
-    """A folder of its own for a run, named by the second in which it began; two runs never get the same."""
-    runs.mkdir(parents=True, exist_ok=True)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    for name in itertools.chain([stamp], (f"{stamp}-{count}" for count in itertools.count(2))):
-        with contextlib.suppress(FileExistsError):
-            (runs / name).mkdir()
-            return runs / name
-    raise AssertionError("unreachable: the names have no end")
-
-
-def holds_run(folder: Path) -> bool:
-    """There is work in the folder. What a run leaves that failed while it started is none."""
-    metrics = folder / "metrics.jsonl"
-    return (folder / "checkpoints").exists() or (metrics.exists() and metrics.stat().st_size > 0)
-
-
-@contextlib.contextmanager
-def owned(folder: Path) -> Generator[None]:
-    """Keep every other run out of `folder`; the kernel lets go of it when this process ends, however it ends."""
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"another run is at work in {folder}",
-                why="two runs would write over each other's checkpoints and results",
-                fix="wait for it, or choose another run.dir",
-            ) from error
-        yield
-
-
-def identity(config: RunConfig) -> dict[str, Any]:
-    """What fixes the stream of samples: a checkpoint goes on only with the same."""
-    return {
-        "run.seed": config.run.seed,
-        "trainer.batch_size": config.trainer.batch_size,
-        "rollout.samples_per_prompt": config.rollout.samples_per_prompt,
-        "student.model": str(config.student.model),
-        "data": [str(source.path) for source in config.data],
-        "teachers": {name: str(teacher.model) for name, teacher in sorted(config.teachers.items())},
-        "objective": config.objective.model_dump(mode="json"),
-    }
-
-
-def check_identity(checkpoint: Checkpoint, config: RunConfig) -> None:
-    saved, wanted = checkpoint.state["identity"], identity(config)
-    for key, value in wanted.items():
-        if saved.get(key) != value:
-            raise ConfigError(
-                f"resume: {key} is {value!r}, and {checkpoint.folder} was made with {saved.get(key)!r}",
-                why="other samples would be trained than the first run promised",
-                fix="resume with the same value, or start a new run",
-            )
 
 
 @dataclass
@@ -218,13 +122,15 @@ class _Run:
         if checkpoint is not None:
             self._observer.restore(checkpoint.state["observer"])
 
-    async def execute(self) -> dict[str, Any]:
-        """Do the run; whatever its end, write result.json and the report."""
+    async def execute(self, aside: Path | None = None) -> dict[str, Any]:
+        """Do the run; whatever its end, write result.json and the report. `aside`: where an earlier try was put."""
         observer, export = self._observer, self._folder / "student"
         status, failure = "failed", ""
         try:
             if self._checkpoint:
                 observer.event("info", f"going on at step {self._checkpoint.step} from {self._checkpoint.folder}")
+            if aside:
+                observer.event("warning", f"no checkpoint to go on from: begins anew; what was there is now in {aside}")
             observer.event(
                 "info", f"starting the student, rollout servers and teacher slots; all goes to {self._folder}"
             )
@@ -237,10 +143,9 @@ class _Run:
             status, failure = "stopped", str(stopped)
             raise self._stop.explain(stopped) from None
         except asyncio.CancelledError:
-            status = "stopped"
-            raise self._stop.explain(
-                RunStopped("stopped at once; what the newest checkpoint lacks is lost", fix=RESUME)
-            ) from None
+            stopped = RunStopped("stopped at once; what the newest checkpoint lacks is lost", fix=RESUME)
+            status, failure = "stopped", str(stopped)
+            raise self._stop.explain(stopped) from None
         except DistillError as error:
             failure = str(error)
             raise

@@ -50,7 +50,8 @@ class Checkpoints:
         final = self.root / f"{_PREFIX}{step:08d}"
         partial = self.root / f"partial-{step:08d}"
         try:
-            shutil.rmtree(partial, ignore_errors=True)
+            for left in self.root.glob("partial-*"):
+                shutil.rmtree(left)
             partial.mkdir(parents=True)
             await save_student(partial / "student")
             _write(partial / "samples.dpk", samples)

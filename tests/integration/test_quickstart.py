@@ -69,7 +69,7 @@ def test_a_killed_server_comes_back_and_the_run_reaches_its_figures(tmp_path: Pa
 @pytest.mark.faults
 def test_a_killed_student_ends_the_run_clearly_and_a_resume_reaches_the_figures(tmp_path: Path) -> None:
     run = start(tmp_path)
-    run.until_step(50, DEADLINE_S)
+    run.until_step(70, DEADLINE_S)
     kill(run.student())
     assert run.wait(60) == 4, run.output()[-3000:]
     assert "student: its process died" in run.output()
@@ -77,6 +77,7 @@ def test_a_killed_student_ends_the_run_clearly_and_a_resume_reaches_the_figures(
     assert run.result()["status"] == "failed"
     resumed = start(tmp_path, "resume=auto")
     assert resumed.wait(DEADLINE_S) == 0, resumed.output()[-3000:]
+    assert "going on at step 60" in resumed.output()
     result = resumed.result()
     check_figures(result)
     assert resumed.steps() == list(range(1, result["steps"] + 1)), "every step is there once"
@@ -87,13 +88,14 @@ def test_a_killed_student_ends_the_run_clearly_and_a_resume_reaches_the_figures(
 @pytest.mark.faults
 def test_a_killed_controller_leaves_nothing_running_and_a_resume_reaches_the_figures(tmp_path: Path) -> None:
     run = start(tmp_path)
-    run.until_step(50, DEADLINE_S)
+    run.until_step(70, DEADLINE_S)
     left = [run.student(), run.server("rollout-0"), run.server("slot-0")]
     kill_only(run)
     for process in left:
         process.wait(60)
     resumed = start(tmp_path, "resume=auto")
     assert resumed.wait(DEADLINE_S) == 0, resumed.output()[-3000:]
+    assert "going on at step 60" in resumed.output()
     check_figures(resumed.result())
 
 

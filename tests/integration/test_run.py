@@ -85,6 +85,19 @@ def test_a_synchronous_run_is_reproducible_bit_by_bit_also_over_a_stop(tmp_path:
     assert (result["status"], result["samples"], result["weight_updates"]) == ("done", 48, 6)
 
 
+def test_a_run_killed_before_its_first_checkpoint_begins_anew_and_keeps_the_first_try(tmp_path: Path) -> None:
+    path = str(write_run(tmp_path, trainer={"steps": 400}))
+    run = Run(tmp_path / "out", path)
+    run.until_step(2, DEADLINE_S)
+    run.process.kill()
+    run.process.wait()
+    resumed = Run(run.folder, path, "resume=auto", "trainer.steps=2")
+    assert resumed.wait(DEADLINE_S) == 0, resumed.output()[-3000:]
+    assert f"begins anew; what was there is now in {run.folder / 'earlier-1'}" in resumed.output()
+    assert resumed.steps() == [1, 2]
+    assert (run.folder / "earlier-1" / "metrics.jsonl").read_text().count("train/loss") >= 2
+
+
 def test_a_finished_run_is_not_resumed_for_nothing_and_not_overwritten(tmp_path: Path) -> None:
     finished(tmp_path, trainer={"steps": 1})
     for arguments, message in (

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from distill.build import choose_folder, find_checkpoint, identity, new_folder, owned
 from distill.config import RunConfig
 from distill.errors import ConfigError
+from distill.run_folder import choose_folder, find_checkpoint, identity, new_folder, owned, set_aside
 
 
 def config(folder: Path | None, **changes: Any) -> RunConfig:
@@ -65,14 +65,27 @@ def test_a_resume_with_something_else_is_refused(tmp_path: Path, change: dict[st
         find_checkpoint(tmp_path, config(tmp_path, resume="auto", **change))
 
 
-@pytest.mark.parametrize("resume", [None, "auto"])
-def test_a_run_whose_checkpoints_are_gone_is_not_written_over(tmp_path: Path, resume: str | None) -> None:
+def test_a_run_that_is_not_to_be_resumed_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(ConfigError, match=r"already holds a run|holds a run without a checkpoint"):
-        find_checkpoint(tmp_path, config(tmp_path, resume=resume))
+    with pytest.raises(ConfigError, match="already holds a run"):
+        find_checkpoint(tmp_path, config(tmp_path))
+
+
+def test_a_resume_before_the_first_checkpoint_begins_anew_and_keeps_what_was_there(tmp_path: Path) -> None:
+    for name, text in (("teachers.yaml", "mine"), ("metrics.jsonl", '{"step": 1}\n'), ("events.log", "first")):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "checkpoints" / "partial-00000010").mkdir(parents=True)
+    assert find_checkpoint(tmp_path, config(tmp_path, resume="auto")) is None
+    assert set_aside(tmp_path) == tmp_path / "earlier-1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["earlier-1", "teachers.yaml"]
+    assert (tmp_path / "earlier-1" / "events.log").read_text() == "first"
+    assert set_aside(tmp_path) is None, "nothing is left to move"
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n')
+    assert set_aside(tmp_path) == tmp_path / "earlier-2"
 
 
 def test_what_a_failed_start_leaves_does_not_stand_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "result.json").write_text('{"status": "failed"}')
     assert find_checkpoint(tmp_path, config(tmp_path)) is None
+    assert set_aside(tmp_path) is None

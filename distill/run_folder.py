@@ -1,0 +1,125 @@
+"""Whose is the run's folder: chosen, kept from other runs, and gone on from only where the wish fits what is there."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+from distill.checkpoint import Checkpoint, Checkpoints, newest_unfinished
+from distill.config import RunConfig
+from distill.errors import ConfigError
+
+RESUME = "resume=auto goes on from the newest checkpoint"
+
+# Everything that a run writes into its folder (docs/operations.md says what each is).
+WRITTEN = (
+    *("config.yaml", "metrics.jsonl", "events.log", "result.json", "report.html", "canaries.json"),
+    *("tensorboard", "logs", "weights", "checkpoints", "student"),
+)
+
+
+def choose_folder(config: RunConfig) -> Path:
+    """The run's folder, made if it is new. Nothing in it is read before `owned` holds it."""
+    runs = Path("outputs") / config.run.name
+    chosen = config.run.dir
+    if config.resume is not None:
+        chosen = Path(config.resume) if config.resume != "auto" else config.run.dir or newest_unfinished(runs)
+    folder = chosen or new_folder(runs)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder.absolute()
+
+
+def find_checkpoint(folder: Path, config: RunConfig) -> Checkpoint | None:
+    """The checkpoint to go on from, None for a new run. Raises ConfigError when folder and wish do not fit together."""
+    if config.resume is None:
+        if holds_run(folder):
+            raise ConfigError(f"{folder} already holds a run", fix=f"choose another run.dir; or {RESUME}")
+        return None
+    found = Checkpoints(folder / "checkpoints", keep=1).latest()
+    if found is None and config.resume != "auto":
+        raise ConfigError(f"resume: {folder} holds no checkpoint", fix="give a run's folder, or auto")
+    if found is not None and found.step >= config.trainer.steps:
+        raise ConfigError(
+            f"resume: {folder} has already trained {found.step} of {config.trainer.steps} steps",
+            why="going on would train nothing",
+            fix="raise trainer.steps, or start a new run without resume",
+        )
+    if found is not None:
+        check_identity(found, config)
+    return found
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Move what a run left that never reached a checkpoint into a folder beside, so that a new one loses nothing of it.
+
+    Returns that folder, None when there was nothing. Only what a run writes is moved: the folder may be the user's own.
+    """
+    if not holds_run(folder):
+        return None
+    aside = next(place for n in itertools.count(1) if not (place := folder / f"earlier-{n}").exists())
+    aside.mkdir()
+    for name in WRITTEN:
+        if (folder / name).exists():
+            (folder / name).rename(aside / name)
+    return aside
+
+
+def new_folder(runs: Path) -> Path:
+    """A folder of its own for a run, named by the second in which it began; two runs never get the same."""
+    runs.mkdir(parents=True, exist_ok=True)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for name in itertools.chain([stamp], (f"{stamp}-{count}" for count in itertools.count(2))):
+        with contextlib.suppress(FileExistsError):
+            (runs / name).mkdir()
+            return runs / name
+    raise AssertionError("unreachable: the names have no end")
+
+
+def holds_run(folder: Path) -> bool:
+    """There is work in the folder. What a run leaves that failed while it started is none."""
+    metrics = folder / "metrics.jsonl"
+    return (folder / "checkpoints").exists() or (metrics.exists() and metrics.stat().st_size > 0)
+
+
+@contextlib.contextmanager
+def owned(folder: Path) -> Generator[None]:
+    """Keep every other run out of `folder`; the kernel lets go of it when this process ends, however it ends."""
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another run is at work in {folder}",
+                why="two runs would write over each other's checkpoints and results",
+                fix="wait for it, or choose another run.dir",
+            ) from error
+        yield
+
+
+def identity(config: RunConfig) -> dict[str, Any]:
+    """What fixes the stream of samples: a checkpoint goes on only with the same."""
+    return {
+        "run.seed": config.run.seed,
+        "trainer.batch_size": config.trainer.batch_size,
+        "rollout.samples_per_prompt": config.rollout.samples_per_prompt,
+        "student.model": str(config.student.model),
+        "data": [str(source.path) for source in config.data],
+        "teachers": {name: str(teacher.model) for name, teacher in sorted(config.teachers.items())},
+        "objective": config.objective.model_dump(mode="json"),
+    }
+
+
+def check_identity(checkpoint: Checkpoint, config: RunConfig) -> None:
+    saved, wanted = checkpoint.state["identity"], identity(config)
+    for key, value in wanted.items():
+        if saved.get(key) != value:
+            raise ConfigError(
+                f"resume: {key} is {value!r}, and {checkpoint.folder} was made with {saved.get(key)!r}",
+                why="other samples would be trained than the first run promised",
+                fix="resume with the same value, or start a new run",
+            )
