@@ -19,19 +19,21 @@ from distill import loop
 from distill.checkpoint import Checkpoint, Checkpoints
 from distill.cluster import Cluster
 from distill.config import RunConfig
-from distill.errors import ConfigError, DistillError, EnvironmentFault, RunStopped, ServerError, StudentError
+from distill.errors import ConfigError, DistillError, EnvironmentFault, RunStopped, ServerError
 from distill.evaluation import Evaluator
 from distill.observe import Observer
 from distill.preflight import Preflight, inspect
-from distill.protocols import Objective, ServerAddress, TeacherCaps
+from distill.protocols import Objective, SampleStore, ServerAddress, TeacherCaps
+from distill.quarantine import Quarantine, default_limit
 from distill.registry import KINDS, load
-from distill.remote import RemoteServer, RemoteStudent
+from distill.remote import RemoteServer, RemoteStudent, start_student
 from distill.rollout.admission import Admission
+from distill.rollout.graders import Marker, OutcomeGrader
 from distill.rollout.pool import RolloutPool, RolloutServer
 from distill.run_folder import RESUME, choose_folder, find_checkpoint, identity, owned, set_aside
 from distill.serving.client import ServerClient
 from distill.teacher_manager import CanaryStore, Slot, Teacher, TeacherManager
-from distill.types import Ids
+from distill.types import Ids, Signal
 
 
 def run(
@@ -189,7 +191,9 @@ class _Run:
                     ),
                     evaluator=self._evaluator(),
                     checkpoints=Checkpoints(self._folder / "checkpoints", keep=config.trainer.keep_checkpoints),
+                    quarantine=self._quarantine(version, store),
                     observer=self._observer,
+                    grade=self._outcome_grader(pool),
                 )
 
     async def _start(
@@ -210,9 +214,8 @@ class _Run:
 
     async def _start_student(self, cluster: Cluster, stack: contextlib.AsyncExitStack) -> RemoteStudent:
         config = self._config
-        student = await cluster.spawn(
-            "student",
-            "students.worker:StudentWorker",
+        ranks = await start_student(
+            cluster,
             (config.student, config.objective, config.mesh),
             {
                 "seed": config.run.seed,
@@ -221,15 +224,16 @@ class _Run:
                 "run_key": self._key,
                 "threads": config.student.threads,
             },
-            failure=StudentError,
+            ranks=config.student.ranks,
             fix=RESUME,
             env={"OMP_NUM_THREADS": str(config.student.threads)},
             deadline_s=config.server.start_timeout_s,
         )
-        remote = RemoteStudent(student, spool=self._folder / "weights", connect=self._connect)
-        stack.push_async_callback(remote.close)
-        self._observer.event("debug", f"the student runs as process {await student.pid()}")
-        return remote
+        student = RemoteStudent(ranks, spool=self._folder / "weights", connect=self._connect)
+        stack.push_async_callback(student.close)
+        for remote, pid in zip(ranks, await student.pids(), strict=True):
+            self._observer.event("debug", f"the {remote.name} runs as process {pid}")
+        return student
 
     async def _start_server(
         self, cluster: Cluster, stack: contextlib.AsyncExitStack, role: str, index: int
@@ -271,6 +275,7 @@ class _Run:
             self._config.rollout,
             seed=self._config.run.seed,
             stop_token_ids=self._checked.end_ids,
+            report_k=self._checked.objective.spec.student_k,
             start_timeout_s=self._config.server.start_timeout_s,
             on_span=self._observer.add_span,
             on_event=self._observer.event,
@@ -288,7 +293,7 @@ class _Run:
         )
         manager = TeacherManager(
             [
-                Teacher.open(name, teacher.model, teacher.base, server_dtype=self._config.server.dtype)
+                Teacher.open(name, teacher.model, server_dtype=self._config.server.dtype)
                 for name, teacher in self._config.teachers.items()
             ],
             [Slot(server.name, server.locate, self._connect, self._checked.models.slot_bytes) for server in servers],
@@ -312,10 +317,32 @@ class _Run:
         return Evaluator(
             self._checked.prompts.held_out,
             config.evaluation,
-            grade=load("grader", config.evaluation.grader),
+            marker=_marker(config.evaluation.grader),
             decode=self._decode,
             max_new_tokens=config.evaluation.max_new_tokens or config.rollout.max_new_tokens,
             stop_token_ids=self._checked.end_ids,
+            report_k=self._checked.objective.spec.student_k,
+        )
+
+    def _quarantine(self, version: int, store: SampleStore) -> Quarantine:
+        trainer = self._config.trainer
+        limit = trainer.max_quarantined
+        quarantine = Quarantine(
+            self._folder,
+            limit=default_limit(trainer.steps * trainer.batch_size) if limit is None else limit,
+            on_event=self._observer.event,
+            on_count=self._observer.quarantined,
+        )
+        saved = self._checkpoint.state.get("quarantine", ()) if self._checkpoint else ()
+        quarantine.restore(saved, first_ordinal=version * trainer.batch_size, held=store.ordinals)
+        return quarantine
+
+    def _outcome_grader(self, pool: RolloutPool) -> OutcomeGrader | None:
+        outcome = self._config.objective.outcome
+        if outcome is None:
+            return None
+        return OutcomeGrader(
+            _marker(outcome.grader), answer=lambda ordinal: pool.prompt(ordinal).answer, decode=self._decode
         )
 
     def _decode(self, ids: Ids) -> str:
@@ -340,6 +367,10 @@ class _Run:
         )
 
 
+def _marker(grader: str) -> Marker:
+    return Marker(grader, load("grader", grader))
+
+
 def domain_teachers(checked: Preflight) -> dict[str, list[str]]:
     """Held-out domain -> the teachers of its prompts, for the final table."""
     return {
@@ -356,4 +387,11 @@ def check_signal(objective: Objective, caps: TeacherCaps) -> None:
             f"objective: it needs {spec.signal} scores{f' with k = {spec.k}' if spec.k else ''}, and the teachers give "
             f"{', '.join(sorted(caps.signals))} with k up to {caps.max_k}",
             fix="lower objective.k, or choose another objective.support",
+        )
+    if spec.signal is Signal.TOPK and spec.support not in caps.supports:
+        raise ConfigError(
+            f"objective.support: the teachers cannot be asked about {spec.support}, only about "
+            f"{', '.join(sorted(caps.supports)) or 'no tokens at all'}",
+            why="their backend does not score tokens of somebody else's choice",
+            fix="choose another objective.support, or a teacher backend that can",
         )

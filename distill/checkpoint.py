@@ -3,7 +3,7 @@
 checkpoints/step-00000040/
     student/       what the student backend saved, an ordinary Hugging Face folder included
     samples.dpk    scored samples that were not trained yet
-    state.json     step, what fixes the stream of samples, the observer's state
+    state.json     step, what fixes the stream of samples, the observer's state, which samples were set aside
 """
 
 from __future__ import annotations
@@ -87,14 +87,17 @@ def newest_unfinished(runs: Path) -> Path | None:
 
 def _finished(folder: Path) -> bool:
     result = folder / "result.json"
-    return result.is_file() and json.loads(result.read_text()).get("status") == "done"
+    try:
+        return json.loads(result.read_bytes())["status"] == "done"
+    except (OSError, ValueError, KeyError, TypeError):  # a run that was killed has none, or half of one
+        return False
 
 
 def _read(folder: Path) -> Checkpoint:
     try:
         state = json.loads((folder / "state.json").read_text())
         return Checkpoint(folder, int(state["step"]), state)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{folder}: not a whole checkpoint ({error})", fix="remove that folder; the one before it is used then"
         ) from error

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import TypeVar
 
 import psutil
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from distill.config import RunConfig
 from distill.config.compose import load_config
 from distill.errors import DistillError
 from distill.preflight import inspection, is_prepared, machine
-from distill.preflight.vocabulary import check_rows, end_ids
+from distill.preflight.parts import check_parts
+from distill.preflight.programs import check_programs
+from distill.preflight.vocabulary import check_rows
+from distill.run_folder import Start, foresee
 
 T = TypeVar("T")
 _PROBE_TIMEOUT_S = 90.0
@@ -72,22 +72,6 @@ class Report:
             return None
         self.good(name, says(result))
         return result
-
-
-def doctor(path: Path | None, overrides: Sequence[str] = ()) -> int:
-    """Print the report. Returns 0, or the exit code of the first thing that would stop the run."""
-    console = Console(highlight=False)
-    report = Report()
-    with console.status("looking at this machine"):
-        look_at_machine(report)
-        if path is not None:
-            look_at_run(report, path, overrides)
-    table = Table("", "what", "found", show_lines=bool(report.failed))
-    colours = {"ok": "green", "FAIL": "bold red", "-": "yellow"}
-    for state, name, text in report.rows:
-        table.add_row(f"[{colours[state]}]{state}[/]", escape(name), escape(text))
-    console.print(table)
-    return report.failed[0].exit_code if report.failed else 0
 
 
 def look_at_machine(report: Report) -> None:
@@ -151,7 +135,11 @@ def look_at_run(report: Report, path: Path, overrides: Sequence[str]) -> None:
     if loaded is None:
         return
     config = loaded.config
-    report.attempt("resume", lambda: machine.check_resume(config), lambda _: config.resume or "a new run")
+    report.attempt("resume", lambda: foresee(config), _begins)
+    report.attempt("parts", lambda: check_parts(config), lambda _: "fit their places")
+    report.attempt(
+        "programs", lambda: check_programs(config), lambda note: note or "interpreters and devices are there"
+    )
     report.attempt("ports", lambda: machine.check_ports(config), lambda _: str(config.server.port or "free ones"))
     if config.prepare is not None:
         prepare = config.prepare
@@ -163,6 +151,12 @@ def look_at_run(report: Report, path: Path, overrides: Sequence[str]) -> None:
     _look_at_models(report, config)
 
 
+def _begins(start: Start) -> str:
+    if start.checkpoint is not None:
+        return f"goes on at step {start.checkpoint.step}"
+    return "a new run"
+
+
 def _look_at_models(report: Report, config: RunConfig) -> None:
     models = report.attempt(
         "models", lambda: inspection.inspect_models(config), lambda it: f"student and {len(it.teachers)} teachers"
@@ -171,14 +165,16 @@ def _look_at_models(report: Report, config: RunConfig) -> None:
         return
     parameters = models.student.parameters
     report.attempt("disk", lambda: machine.check_disk(config, parameters), lambda it: f"{it / 1e9:.3g} GB needed")
-    vocabulary = report.attempt(
-        "tokenizers", lambda: inspection.inspect_vocabulary(models), lambda it: f"one vocabulary of {it.size} ids"
+    found = report.attempt(
+        "tokenizers",
+        lambda: inspection.inspect_vocabulary(models),
+        lambda it: f"one vocabulary of {it[0].size} ids; answers end with {', '.join(map(str, it[1]))}",
     )
-    if vocabulary is None:
+    if found is None:
         return
-    report.attempt(
-        "end of an answer", lambda: end_ids(models.student, vocabulary), lambda it: f"ids {', '.join(map(str, it))}"
-    )
+    vocabulary, _, notes = found
+    for note in notes:
+        report.note("tokenizers", note)
     for model in (models.student, *(teacher.model for teacher in models.teachers.values())):
         report.attempt(
             f"head of {model.role}", lambda model=model: check_rows(model, vocabulary.size), lambda note: note or "fits"

@@ -8,10 +8,15 @@ DistillError
 │   ├── ServerError            a model server died, refused or did not answer in time
 │   ├── TeacherError           a teacher's weights or scores are not what they must be
 │   ├── StudentError           the training process died or produced numbers that cannot be used
+│   │   └── PeerFault              a rank of the student stopped because of another one, which has the reason
+│   ├── GraderError            a grader failed on an answer, or gave what is no mark
 │   └── MeshError              weights did not reach a receiver
 └── RunStopped             exit 128 + signal: the user stopped the run; it was saved first
 
 Any other exception is a fault of ours: exit 1, with a traceback.
+
+A ServiceError with a `sample_id` is the fault of that sample's data alone: whoever holds the sample may set it aside
+and go on (see `distill.quarantine`). Without one the fault is of a server, a teacher or the student as a whole.
 
 Each error says what happened and where, why that matters, and what to do. All of them survive pickling, because they
 cross process borders. To add one: subclass the nearest class above and draw it here.
@@ -40,12 +45,12 @@ class DistillError(Exception):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.what, self.why, self.fix))
+        return (_rebuild, (type(self), dict(vars(self))))
 
 
-def _rebuild(kind: type[DistillError], what: str, why: str, fix: str) -> DistillError:
-    error = kind.__new__(kind)
-    DistillError.__init__(error, what, why=why, fix=fix)
+def _rebuild(kind: type[DistillError], members: dict[str, object]) -> DistillError:
+    error = kind.__new__(kind, members["what"])
+    vars(error).update(members)
     return error
 
 
@@ -62,7 +67,14 @@ class MissingDependency(EnvironmentFault):
 
 
 class ServiceError(DistillError):
+    """`sample_id` names the one sample that is at fault, `teacher` who scored it; both are empty otherwise."""
+
     exit_code = 4
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "", sample_id: str = "", teacher: str = "") -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.sample_id = sample_id
+        self.teacher = teacher
 
 
 class ServerError(ServiceError):
@@ -74,6 +86,14 @@ class TeacherError(ServiceError):
 
 
 class StudentError(ServiceError):
+    pass
+
+
+class PeerFault(StudentError):
+    pass
+
+
+class GraderError(ServiceError):
     pass
 
 

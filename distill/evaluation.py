@@ -15,10 +15,10 @@ from typing import Protocol
 import numpy as np
 
 from distill.config import EvaluationConfig
+from distill.errors import ServiceError
 from distill.protocols import RolloutEngine, StudentHandle, TeacherBackend
+from distill.rollout.graders import Marker
 from distill.types import Batch, GenerateRequest, Generation, Ids, Prompt, Sample, ScoredSample
-
-Grader = Callable[[str, str, bool], float]
 
 
 class Writer(Protocol):
@@ -35,24 +35,30 @@ class Accuracy:
 
 
 class Evaluator:
-    """Held-out prompts and how to judge what is written for them."""
+    """Held-out prompts and how to judge what is written for them.
+
+    `report_k`: where the objective is about tokens of the writer's choice, the KL on a held-out answer is about the k
+    most probable ones of the teacher that wrote it, however the student changes.
+    """
 
     def __init__(
         self,
         prompts: Mapping[str, Sequence[Prompt]],
         config: EvaluationConfig,
         *,
-        grade: Grader,
+        marker: Marker,
         decode: Callable[[Ids], str],
         max_new_tokens: int,
         stop_token_ids: Sequence[int],
+        report_k: int = 0,
     ) -> None:
         self._prompts = prompts
         self._config = config
-        self._grade = grade
+        self._marker = marker
         self._decode = decode
         self._max_new_tokens = max_new_tokens
         self._stop = tuple(stop_token_ids)
+        self._report_k = report_k
         self._held_out: Batch | None = None
 
     @property
@@ -80,14 +86,15 @@ class Evaluator:
             if not asked:
                 continue
             written = await write(self._requests(asked, f"{label}-{domain}"))
-            marks = [
-                self._grade(self._decode(item.output_ids), prompt.answer or "", item.finish_reason == "stop")
-                for prompt, item in zip(asked, written, strict=True)
-            ]
+            marks = await asyncio.gather(*(self._mark(*pair) for pair in zip(asked, written, strict=True)))
             found.append(Accuracy(domain, float(np.mean(marks)), len(marks)))
         return found
 
-    def _requests(self, prompts: Sequence[Prompt], label: str) -> list[GenerateRequest]:
+    async def _mark(self, prompt: Prompt, answer: Generation) -> float:
+        text = self._decode(answer.output_ids)
+        return await self._marker.mark(text, prompt.answer or "", answer.finish_reason == "stop", answer.id)
+
+    def _requests(self, prompts: Sequence[Prompt], label: str, report_k: int = 0) -> list[GenerateRequest]:
         return [
             GenerateRequest(
                 id=f"eval-{label}-{index}",
@@ -95,24 +102,45 @@ class Evaluator:
                 max_new_tokens=self._max_new_tokens,
                 temperature=0.0,
                 stop_token_ids=self._stop,
+                report_k=report_k,
             )
             for index, prompt in enumerate(prompts)
         ]
 
-    async def write_held_out(self, teachers: TeacherBackend) -> None:
-        """Have each domain's first teacher answer its held-out prompts, and all its teachers score the answers."""
+    async def write_held_out(self, teachers: TeacherBackend) -> list[ServiceError]:
+        """Have each domain's first teacher answer its held-out prompts, and all its teachers score the answers.
+
+        Returns the faults of single answers: those are left out. Raises the first when none of a domain's is left.
+        """
         scored: list[ScoredSample] = []
+        faults: list[ServiceError] = []
         for domain, prompts in self._prompts.items():
             for teacher, group in _by_teacher(prompts).items():
-                written = await teachers.generate(teacher, self._requests(group, f"kl-{teacher}-{domain}"))
+                requests = self._requests(group, f"kl-{teacher}-{domain}", self._report_k)
+                written = await teachers.generate(teacher, requests)
                 samples = [_held_out_sample(*pair) for pair in zip(group, written, strict=True)]
-                scored += await asyncio.gather(*(teachers.score(sample) for sample in samples))
+                outcomes = await asyncio.gather(*(_scored_or_fault(teachers, sample) for sample in samples))
+                wrong = [outcome for outcome in outcomes if isinstance(outcome, ServiceError)]
+                if len(wrong) == len(outcomes):
+                    raise wrong[0]
+                faults += wrong
+                scored += [outcome for outcome in outcomes if isinstance(outcome, ScoredSample)]
         self._held_out = Batch(version=0, samples=tuple(scored))
+        return faults
 
     async def student_kl(self, student: StudentHandle) -> dict[str, float]:
         """KL(student || teacher) per domain, mean over the held-out answers' tokens."""
         assert self._held_out is not None, "write_held_out comes first"
         return await student.evaluate(self._held_out)
+
+
+async def _scored_or_fault(teachers: TeacherBackend, sample: Sample) -> ScoredSample | ServiceError:
+    try:
+        return await teachers.score(sample)
+    except ServiceError as error:
+        if error.sample_id != sample.id:
+            raise
+        return error
 
 
 def _by_teacher(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
@@ -133,4 +161,5 @@ def _held_out_sample(prompt: Prompt, answer: Generation) -> Sample:
         logprobs=answer.logprobs,
         versions=np.zeros(len(answer.output_ids), np.int32),
         finish_reason=answer.finish_reason,
+        topk_ids=answer.topk_ids,
     )

@@ -2,23 +2,25 @@
 
 Three things go on at once: rollout servers write samples, teachers score each as soon as it is finished, the student
 learns from batches. `Admission` bounds how far rollout runs ahead; only ids and finished samples pass through here.
+A sample that cannot be used is set aside; its ordinal counts as done, and its batch is trained without it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distill.checkpoint import Checkpoints
-from distill.errors import DistillError, RunStopped, ServerError
+from distill.errors import DistillError, RunStopped, ServerError, ServiceError
 from distill.evaluation import Accuracy, Evaluator
 from distill.observe import EvalRecord, Observer
 from distill.protocols import PublishResult, RolloutEngine, SampleStore, StudentHandle, TeacherBackend
+from distill.quarantine import Quarantine
 from distill.rollout.admission import Admission
-from distill.types import Batch, Sample, ScoredSample, sample_id
+from distill.types import Batch, Sample, ScoredSample, StepResult, sample_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,10 @@ class Parts:
     admission: Admission
     evaluator: Evaluator
     checkpoints: Checkpoints
+    quarantine: Quarantine
     observer: Observer
+    grade: Callable[[Sample], Awaitable[float]] | None = None
+    """What gives a finished sample its reward; None where the objective needs no outcome."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +100,34 @@ async def write_group(parts: Parts, ordinals: Sequence[int], flights: asyncio.Ta
 
 async def score(parts: Parts, sample: Sample) -> None:
     """A finished sample is scored at once, while others are still being written."""
-    await parts.store.put(await parts.teachers.score(sample))
+    try:
+        scored = await judge(parts, sample)
+    except ServiceError as error:
+        await set_aside(parts, sample, error)
+    else:
+        parts.quarantine.passed(sample)
+        await parts.store.put(scored)
     parts.admission.accept()
+
+
+async def judge(parts: Parts, sample: Sample) -> ScoredSample:
+    """The teachers' scores and, where the objective needs one, the reward of the outcome, both at the same time."""
+    if parts.grade is None:
+        return await parts.teachers.score(sample)
+    scored, reward = await asyncio.gather(parts.teachers.score(sample), parts.grade(sample), return_exceptions=True)
+    if isinstance(scored, BaseException):
+        raise scored
+    if isinstance(reward, BaseException):
+        raise reward
+    return replace(scored, sample=replace(scored.sample, reward=reward))
+
+
+async def set_aside(parts: Parts, sample: Sample, error: ServiceError) -> None:
+    """Go on without the sample. Raises the error when it is not the sample's, or when the run cannot go on."""
+    if error.sample_id != sample.id:
+        raise error
+    parts.quarantine.add(sample, error)
+    await parts.store.skip(sample.ordinal)
 
 
 async def train(parts: Parts, plan: Plan, stop: asyncio.Event, tasks: asyncio.TaskGroup) -> None:
@@ -107,15 +138,15 @@ async def train(parts: Parts, plan: Plan, stop: asyncio.Event, tasks: asyncio.Ta
         if samples is None:
             await checkpoint(parts, plan, version)
             raise RunStopped(f"stopped at step {version} of {plan.steps}, and saved", fix="resume=auto goes on")
-        batch = Batch(version, samples)
-        with parts.observer.span("train", amount=batch.response_tokens):
-            result = await parts.student.step(batch)
+        result, samples = await learn(parts, version, samples)
         published = await publish(parts, parts.rollout.receivers())
         await parts.store.commit(samples)
+        ordinals = range(version * plan.batch_size, (version + 1) * plan.batch_size)
         version = result.version
         parts.observer.step(
             result,
             samples,
+            set_aside=parts.quarantine.within(ordinals),
             queue_age_s=parts.teachers.queue_ages(),
             swaps=parts.teachers.swap_counts(),
             publish=published,
@@ -132,8 +163,27 @@ async def train(parts: Parts, plan: Plan, stop: asyncio.Event, tasks: asyncio.Ta
             await checkpoint(parts, plan, version)
 
 
+async def learn(
+    parts: Parts, version: int, samples: tuple[ScoredSample, ...]
+) -> tuple[StepResult, tuple[ScoredSample, ...]]:
+    """One step, and what was learnt from. A sample that the student refuses is set aside, and the step done without
+    it: a refused step has changed nothing. Raises ServiceError when nothing is left."""
+    while samples:
+        batch = Batch(version, samples)
+        try:
+            with parts.observer.span("train", amount=batch.response_tokens):
+                return await parts.student.step(batch), samples
+        except ServiceError as error:
+            refused = [item for item in samples if item.sample.id == error.sample_id]
+            if not refused:
+                raise
+            await set_aside(parts, refused[0].sample, error)
+            samples = tuple(item for item in samples if item is not refused[0])
+    raise parts.quarantine.nothing_left(version + 1)
+
+
 async def next_batch(parts: Parts, plan: Plan, version: int, stop: asyncio.Event) -> tuple[ScoredSample, ...] | None:
-    """The next step's samples, or None when the run is to stop."""
+    """The next step's samples without those set aside, or None when the run is to stop."""
     taking = asyncio.ensure_future(parts.store.take(plan.batch_size))
     stopping = asyncio.ensure_future(stop.wait())
     try:
@@ -176,7 +226,8 @@ async def keep_servers_current(parts: Parts) -> None:
 async def evaluate_start(parts: Parts, plan: Plan, tasks: asyncio.TaskGroup) -> None:
     """The base before the first step; the teachers beside training, unless the run is synchronous."""
     if parts.evaluator.measures_kl:
-        await parts.evaluator.write_held_out(parts.teachers)
+        for error in await parts.evaluator.write_held_out(parts.teachers):
+            parts.observer.event("warning", f"a held-out answer is left out of the KL: {error.what}")
     if not parts.observer.evaluated("base"):
         await evaluate(parts, "base", parts.admission.version)
     if not parts.evaluator.measures_accuracy:
@@ -227,7 +278,11 @@ async def checkpoint(parts: Parts, plan: Plan, version: int) -> None:
             version,
             parts.student.save,
             samples=parts.store.snapshot(),
-            state={"identity": dict(plan.identity), "observer": parts.observer.state()},
+            state={
+                "identity": dict(plan.identity),
+                "observer": parts.observer.state(),
+                "quarantine": parts.quarantine.state(),
+            },
         )
 
 

@@ -21,6 +21,7 @@ from distill.types import (
     Signal,
     SignalSpec,
     StepResult,
+    Support,
     TeacherScores,
 )
 
@@ -93,6 +94,8 @@ class TeacherCaps:
     signals: frozenset[Signal]
     max_k: int
     vocab_size: int
+    supports: frozenset[Support] = frozenset(Support)
+    """Whose most probable tokens it can be asked about."""
 
 
 class TeacherBackend(Protocol):
@@ -101,7 +104,10 @@ class TeacherBackend(Protocol):
     @property
     def caps(self) -> TeacherCaps: ...
     def announce(self, sample_id: str, teachers: Sequence[str], expected_tokens: int) -> None: ...
-    async def score(self, sample: Sample) -> ScoredSample: ...
+    async def score(self, sample: Sample) -> ScoredSample:
+        """Raises TeacherError: with the sample's id when trying again is of no use and no other sample is concerned."""
+        ...
+
     async def generate(self, teacher: str, requests: Sequence[GenerateRequest]) -> list[Generation]:
         """Have one teacher write, for its evaluation."""
         ...
@@ -164,7 +170,10 @@ class RolloutEngine(Protocol):
 class StudentHandle(Protocol):
     """The student's process, as the loop sees it. Raises StudentError when that process dies."""
 
-    async def step(self, batch: Batch) -> StepResult: ...
+    async def step(self, batch: Batch) -> StepResult:
+        """Raises an error with the id of the one sample that is at fault, if one is; nothing has changed then."""
+        ...
+
     async def evaluate(self, batch: Batch) -> dict[str, float]: ...
     async def publish(self, receivers: Sequence[ServerAddress]) -> PublishResult: ...
     async def save(self, folder: Path) -> None: ...
@@ -172,8 +181,45 @@ class StudentHandle(Protocol):
     async def export(self, folder: Path) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where one rank of a student of several ranks is."""
+
+    rank: int
+    ranks: int
+    meet: str
+    """host:port at which rank 0 waits for the others."""
+    host: str
+    """Address of this rank's machine."""
+    device: int
+    """How many ranks of a lower number share that machine: its CUDA device there."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightShard:
+    """A box of one weight. The boxes of all ranks together hold every element of every weight exactly once."""
+
+    name: str
+    """Hugging Face name."""
+    dtype: str
+    """As torch spells it."""
+    shape: tuple[int, ...]
+    """Of the whole weight."""
+    offset: tuple[int, ...]
+    """Where the box begins, per dimension."""
+    size: tuple[int, ...]
+    """How far it reaches, per dimension."""
+    data: Any
+    """Flat uint8 numpy array of its bytes, the last dimension running fastest."""
+
+
 class StudentBackend(Protocol):
-    """Trains the student. Built by `cls(config.student, seed=..., total_steps=..., vocab_size=...)`."""
+    """Trains the student. Built by `cls(config.student, seed=..., total_steps=..., vocab_size=..., rules=objective)`,
+    where `rules` is the run's `ObjectiveConfig`.
+
+    With several ranks each is a process with a backend of its own, and every method below is called on all of them with
+    the same arguments: they work, and fail, together.
+    """
 
     @property
     def version(self) -> int:
@@ -186,7 +232,12 @@ class StudentBackend(Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, str, tuple[int, ...], Any]]:
-        """(Hugging Face name, dtype name as torch spells it, shape, flat uint8 numpy array of its bytes)."""
+        """(Hugging Face name, dtype name as torch spells it, shape, flat uint8 numpy array of its bytes), whole weights
+        on every rank. Every rank must take all of them."""
+        ...
+
+    def shards(self) -> Iterator[WeightShard]:
+        """What this rank is to send of the weights; no rank ever holds all of them. Every rank must take all of its."""
         ...
 
     def save(self, folder: Path) -> None: ...
@@ -205,6 +256,8 @@ class Contract:
     depends_on_action: bool
     """The loss of a row depends on which token was sampled."""
     source: str = ""
+    couples_tokens: bool = False
+    """The loss of a row depends on other tokens of its sample: `condition` is called, once, before the loss."""
 
 
 @runtime_checkable
@@ -212,6 +265,7 @@ class Objective(Protocol):
     """A loss per response token; a frozen dataclass whose fields are its settings in YAML.
 
     Called with `TokenRows` (objectives/rows.py): returns the loss (N,), differentiable, and metrics (N,) that are not.
+    Where its contract says `couples_tokens` it is a `SequenceObjective`.
     """
 
     @property
@@ -221,12 +275,28 @@ class Objective(Protocol):
     def __call__(self, rows: Any) -> tuple[Any, dict[str, Any]]: ...
 
 
+@runtime_checkable
+class SequenceObjective(Objective, Protocol):
+    """An objective with gates, returns or weights over whole samples: constants, through which no gradient flows."""
+
+    def condition(self, rows: Any, student_logp_N: Any) -> Any:
+        """The rows of whole samples, with `advantage_N` and `gate_N` set from the student's present log p(y) (N,).
+
+        The result may be cut into any chunks of rows; the loss of each is then its own.
+        """
+        ...
+
+
 class SampleStore(Protocol):
     """Scored samples between the teachers and the trainer. Bounded: `put` waits when it is full."""
 
     async def put(self, item: ScoredSample) -> None: ...
+    async def skip(self, ordinal: int) -> None:
+        """The sample with this ordinal was set aside: it counts as done, whether it was here or never came."""
+        ...
+
     async def take(self, count: int) -> tuple[ScoredSample, ...]:
-        """The next `count` samples in the order of their ordinals; waits until all of them are there."""
+        """The samples with the next `count` ordinals, in their order; waits until each is there or was skipped."""
         ...
 
     def missing(self, count: int) -> list[int]:
@@ -234,14 +304,14 @@ class SampleStore(Protocol):
         ...
 
     async def commit(self, samples: Sequence[ScoredSample]) -> None:
-        """These were trained: they will never be given again."""
+        """These, and those skipped among them, are done: they will never be given again."""
         ...
 
     def snapshot(self) -> bytes: ...
     def restore(self, data: bytes) -> None: ...
     @property
     def ordinals(self) -> frozenset[int]:
-        """What is held and not committed."""
+        """What is held or was skipped, and is not committed."""
         ...
 
     def __len__(self) -> int: ...

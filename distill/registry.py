@@ -18,7 +18,11 @@ KINDS: dict[str, dict[str, str]] = {
         "reverse_kl": "distill.objectives.divergence:ReverseKL",
         "forward_kl": "distill.objectives.divergence:ForwardKL",
         "jsd": "distill.objectives.divergence:JSD",
+        "skew_kl": "distill.objectives.divergence:SkewKL",
+        "total_variation": "distill.objectives.divergence:TotalVariation",
         "policy_gradient": "distill.objectives.policy_gradient:PolicyGradient",
+        "sampled_kl": "distill.objectives.sampled_kl:SampledKL",
+        "span_kl": "distill.objectives.span_kl:SpanKL",
     },
     "student": {"hf": "students.hf.backend:HFStudent"},
     "server": {

@@ -7,29 +7,68 @@ import fcntl
 import itertools
 import time
 from collections.abc import Generator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from distill.checkpoint import Checkpoint, Checkpoints, newest_unfinished
 from distill.config import RunConfig
 from distill.errors import ConfigError
 
+_LOCK = ".lock"
 RESUME = "resume=auto goes on from the newest checkpoint"
 
 # Everything that a run writes into its folder (docs/operations.md says what each is).
 WRITTEN = (
-    *("config.yaml", "metrics.jsonl", "events.log", "result.json", "report.html", "canaries.json"),
+    *("config.yaml", "metrics.jsonl", "events.log", "result.json", "report.html", "canaries.json", "quarantine.jsonl"),
     *("tensorboard", "logs", "weights", "checkpoints", "student"),
 )
 
 
+@dataclass(frozen=True)
+class Start:
+    """How a run would begin. `folder` is None for one that is yet to be named."""
+
+    folder: Path | None
+    checkpoint: Checkpoint | None
+    leftovers: bool
+    """What an earlier try left in the folder would be moved aside."""
+
+
+def foresee(config: RunConfig) -> Start:
+    """How a run of `config` would begin now. Makes and changes nothing.
+
+    Raises ConfigError where the run itself would: it may not use the folder, or not go on from what is there.
+    """
+    if config.resume not in (None, "auto") and not Path(config.resume).is_dir():
+        raise ConfigError(
+            f"resume: there is no run folder {config.resume}",
+            fix="give the folder of a run (the one with checkpoints/ in it), or resume=auto for the newest one",
+        )
+    folder = _wanted_folder(config)
+    if folder is None or not folder.is_dir():
+        return Start(folder, None, leftovers=False)
+    _check_idle(folder)
+    checkpoint = find_checkpoint(folder, config)
+    return Start(folder, checkpoint, leftovers=checkpoint is None and holds_run(folder))
+
+
+def _wanted_folder(config: RunConfig) -> Path | None:
+    """The folder that the configuration names or finds; None when a new one is to be made."""
+    if config.resume is None:
+        return config.run.dir
+    if config.resume != "auto":
+        return Path(config.resume)
+    return config.run.dir or newest_unfinished(_runs(config))
+
+
+def _runs(config: RunConfig) -> Path:
+    return Path("outputs") / config.run.name
+
+
 def choose_folder(config: RunConfig) -> Path:
     """The run's folder, made if it is new. Nothing in it is read before `owned` holds it."""
-    runs = Path("outputs") / config.run.name
-    chosen = config.run.dir
-    if config.resume is not None:
-        chosen = Path(config.resume) if config.resume != "auto" else config.run.dir or newest_unfinished(runs)
-    folder = chosen or new_folder(runs)
+    folder = _wanted_folder(config) or new_folder(_runs(config))
     folder.mkdir(parents=True, exist_ok=True)
     return folder.absolute()
 
@@ -50,8 +89,21 @@ def find_checkpoint(folder: Path, config: RunConfig) -> Checkpoint | None:
             fix="raise trainer.steps, or start a new run without resume",
         )
     if found is not None:
+        _check_whole(found)
         check_identity(found, config)
     return found
+
+
+def _check_whole(checkpoint: Checkpoint) -> None:
+    parts = (checkpoint.student, checkpoint.folder / "samples.dpk")
+    missing = [part.name for part in parts if not part.exists()]
+    if "identity" not in checkpoint.state:
+        missing.append("`identity` in state.json")
+    if missing:
+        raise ConfigError(
+            f"resume: {checkpoint.folder} is not a whole checkpoint: it has no {missing[0]}",
+            fix="copy it again, or remove that folder: the one before it is used then",
+        )
 
 
 def set_aside(folder: Path) -> Path | None:
@@ -89,16 +141,26 @@ def holds_run(folder: Path) -> bool:
 @contextlib.contextmanager
 def owned(folder: Path) -> Generator[None]:
     """Keep every other run out of `folder`; the kernel lets go of it when this process ends, however it ends."""
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"another run is at work in {folder}",
-                why="two runs would write over each other's checkpoints and results",
-                fix="wait for it, or choose another run.dir",
-            ) from error
+    with (folder / _LOCK).open("w") as lock:
+        _take(lock, folder)
         yield
+
+
+def _check_idle(folder: Path) -> None:
+    """No run is at work in `folder`, at this moment."""
+    with contextlib.suppress(FileNotFoundError), (folder / _LOCK).open() as lock:
+        _take(lock, folder)
+
+
+def _take(lock: IO[str], folder: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"another run is at work in {folder}",
+            why="two runs would write over each other's checkpoints and results",
+            fix="wait for it, or choose another run.dir",
+        ) from error
 
 
 def identity(config: RunConfig) -> dict[str, Any]:

@@ -23,17 +23,38 @@ class Signal(StrEnum):
     SAMPLED = "sampled"
     """log q of the token that was sampled: (R,)."""
     TOPK = "topk"
-    """The k largest log q of each row and the mass beside them: (R, K)."""
+    """log q at k most probable tokens of each row, and the mass beside them: (R, K). `Support` says whose."""
     FULL = "full"
     """log q of the whole vocabulary: (R, V)."""
 
 
+class Support(StrEnum):
+    """Whose most probable tokens a TOPK row is about."""
+
+    TEACHER = "teacher_topk"
+    STUDENT = "student_topk"
+    """Those of the weights that wrote the sample, as its rollout server reported them."""
+    UNION = "union"
+    """The teacher's k and the student's k, each id once: k to 2k of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class SignalSpec:
-    """A signal with its size: `k` counts the entries of a TOPK row and is 0 otherwise."""
+    """A signal with its size. `k` counts the most probable tokens of each model in `support`, and is 0 without TOPK."""
 
     signal: Signal
     k: int = 0
+    support: Support = Support.TEACHER
+
+    @property
+    def columns(self) -> int:
+        """K, the width of a TOPK row."""
+        return 2 * self.k if self.support is Support.UNION else self.k
+
+    @property
+    def student_k(self) -> int:
+        """How many of its own most probable tokens the student must report with each token it writes."""
+        return 0 if self.support is Support.TEACHER else self.k
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +86,19 @@ class Sample:
     versions: Ids
     """(R,) weight version that wrote each token."""
     finish_reason: str
+    topk_ids: Ids | None = None
+    """(R, k) the writing weights' most probable tokens, where the objective's support needs them."""
+    loss_mask: NDArray[np.int8] | None = None
+    """(R,) 1: trained; 0: a token that the student did not write, such as a tool's answer. None: all are trained."""
+    reward: float | None = None
+    """What the grader gave the answer, where the objective needs an outcome."""
+    trajectory: str = ""
+    """Samples with the same name are segments of one trajectory; empty: the sample is a trajectory of its own."""
+
+    @property
+    def loss_tokens(self) -> int:
+        """Response tokens that are trained."""
+        return len(self.response_ids) if self.loss_mask is None else int(self.loss_mask.sum())
 
     @property
     def oldest_version(self) -> int:
@@ -84,11 +118,11 @@ class TeacherScores:
     logprobs: Floats
     """(R,) log q of the sampled tokens."""
     topk_ids: Ids | None = None
-    """(R, K) ids by falling log q."""
+    """(R, K) no id twice in a row; -1: a slot that is not used, which only a union has."""
     topk_logprobs: Floats | None = None
-    """(R, K)"""
+    """(R, K) log q at those ids; -inf in slots that are not used."""
     log_tail: Floats | None = None
-    """(R,) log(1 - mass of the top-k)."""
+    """(R,) log(1 - mass of q on those ids)."""
     full_logprobs: Floats | None = None
     """(R, V)"""
 
@@ -145,6 +179,8 @@ class GenerateRequest:
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    report_k: int = 0
+    """Most probable tokens to report with each written token, of the distribution before temperature and cuts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +194,8 @@ class Generation:
     """One weight version label a token."""
     finish_reason: str
     """stop | length | abort"""
+    topk_ids: Ids | None = None
+    """(R, report_k), where asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,3 +205,5 @@ class ScoreRequest:
     id: str
     input_ids: Ids
     response_len: int
+    student_ids: Ids | None = None
+    """(R, k) tokens of the student's choice to be scored at each response token; for STUDENT and UNION supports."""

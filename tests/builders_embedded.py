@@ -129,11 +129,11 @@ class Server:
     state: State
     port: int
 
-    def call(self, method: str, path: str, body: Any = None) -> tuple[int, bytes, str]:
+    def call(self, method: str, path: str, body: Any = None, *, kind: str = "") -> tuple[int, bytes, str]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             raw = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
-            connection.request(method, path, raw)
+            connection.request(method, path, raw, {"Content-Type": kind} if kind else {})
             reply = connection.getresponse()
             return reply.status, reply.read(), reply.headers.get("content-type", "")
         finally:

@@ -91,11 +91,13 @@ def tell_step(
     samples: Sequence[ScoredSample] | None = None,
     *,
     swaps: Mapping[str, int] | None = None,
+    set_aside: Mapping[str, int] | None = None,
     **changes: Any,
 ) -> None:
     seen.step(
         stepped(version, **changes),
         samples if samples is not None else [scored(version, versions=[version - 1] * 4)],
+        set_aside=set_aside or {},
         queue_age_s=dict.fromkeys(TEACHERS, 0.2),
         swaps=swaps or dict.fromkeys(TEACHERS, version),
         publish=published(version),

@@ -120,9 +120,10 @@ class Run:
                 return process
         raise AssertionError(f"no server {name} is running")
 
-    def student_pid(self) -> int:
-        """The student's process id, as the event log names it."""
-        lines = [line for line in (self.folder / "events.log").read_text().splitlines() if "student runs as" in line]
+    def student_pid(self, rank: int | None = None) -> int:
+        """The process id of the student, or of one of its ranks, as the event log names it."""
+        who = "student runs as" if rank is None else f"student rank {rank} runs as"
+        lines = [line for line in (self.folder / "events.log").read_text().splitlines() if who in line]
         return int(lines[-1].split()[-1])
 
     def student(self) -> psutil.Process:

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from distill.config.models import StudentConfig
-from distill.objectives.formulas import log_outside
 from distill.types import Batch, Sample, ScoredSample, Signal, SignalSpec, TeacherScores
+from tests.builders_objectives import log_outside
 
 VOCAB = 24
 """Tokens of the tokenizer: the common vocabulary."""

@@ -27,6 +27,7 @@ from distill.types import (
 )
 
 VOCAB = 64
+SAMPLED = SignalSpec(Signal.SAMPLED)
 
 
 def write_tensors(folder: Path, seed: int) -> Path:
@@ -72,6 +73,8 @@ class FakeServer:
         """Scores wait for it, canaries excepted."""
         self.refuse: set[str] = set()
         """Samples that no try can score."""
+        self.nonsense: dict[str, int] = {}
+        """Sample -> calls in which its scores are no numbers. The client refuses such a call and names the sample."""
 
     async def locate(self, deadline_s: float) -> ServerAddress:
         if not self.alive:
@@ -138,6 +141,10 @@ class FakeClient:
             raise TeacherError(f"teacher {teacher}: the reply comes from weights {server.version}")
         if broken := server.refuse & {request.id for request in requests}:
             raise ServerError(f"{server.name} cannot score {broken.pop()}")
+        for request in requests:
+            if server.nonsense.get(request.id):
+                server.nonsense[request.id] -= 1
+                raise TeacherError(f"teacher {teacher}: {request.id}: no number", sample_id=request.id, teacher=teacher)
         table = server.tensors["table"]
         responses = [request.input_ids[len(request.input_ids) - request.response_len :] for request in requests]
         return [TeacherScores(teacher, table[response] + np.float32(server.stale_buffer)) for response in responses]
@@ -172,6 +179,7 @@ class Rig:
         *,
         barrier: bool = False,
         hold_s: float = 0.0,
+        spec: SignalSpec = SAMPLED,
         **config: Any,
     ) -> None:
         self.teachers = {teacher.name: teacher for teacher in teachers}
@@ -189,7 +197,7 @@ class Rig:
                 max_visit_tokens=settings.max_visit_tokens,
                 barrier=barrier,
             ),
-            SignalSpec(Signal.SAMPLED),
+            spec,
             settings,
             vocab_size=VOCAB,
             canaries=CanaryStore(root / "canaries.json"),

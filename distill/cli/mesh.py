@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from distill import registry
-from distill.errors import DistillError, EnvironmentFault, MeshError
+from distill.cli.program import Parser, run_program, say
+from distill.errors import EnvironmentFault, MeshError
 from distill.transfermesh.bench import BenchPlan, BenchRow, as_json, bench, parse_size, table
 from distill.transfermesh.doctor import examine, healthy
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns its exit code: 0 done, 2 what was asked, 3 the machine, 4 weights arrived wrong."""
+    return run_program("distill-mesh", lambda: _dispatch(argv))
+
+
+def _dispatch(argv: Sequence[str] | None) -> int:
     arguments = _parser().parse_args(argv)
-    try:
-        return int(arguments.run(arguments))
-    except DistillError as error:
-        print(f"distill-mesh: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
+    return int(arguments.run(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="distill-mesh",
         description="Weights from a trainer to inference engines: see what this machine can use, and measure it.",
         epilog="exit codes: 0 done, 2 wrong arguments, 3 the machine cannot, 4 weights did not arrive right",
@@ -65,11 +65,13 @@ def _doctor(arguments: argparse.Namespace) -> int:
     findings = examine()
     words = {True: "ok", False: "FAILED", None: "-"}
     for finding in findings:
-        print(f"{finding.what:<14} {words[finding.ok]:<7} {finding.detail}")
+        say(f"{finding.what:<14} {words[finding.ok]:<7} {finding.detail}\n")
     return 0 if healthy(findings) else EnvironmentFault.exit_code
 
 
 def _bench(arguments: argparse.Namespace) -> int:
+    if arguments.json is not None:
+        _check_writable(arguments.json)
     transports = tuple(name.strip() for name in arguments.transports.split(","))
     for name in transports:
         registry.load("transport", name)  # before any process is started
@@ -87,13 +89,21 @@ def _bench(arguments: argparse.Namespace) -> int:
     for row in bench(plan):
         rows.append(row)
         lines = table([row]).splitlines()
-        print("\n".join(lines if len(rows) == 1 else lines[1:]), flush=True)
+        say("\n".join(lines if len(rows) == 1 else lines[1:]) + "\n")
     if arguments.json is not None:
         try:
             arguments.json.write_text(json.dumps(as_json(plan, rows), indent=2) + "\n")
         except OSError as error:
             raise EnvironmentFault(f"cannot write {arguments.json}: {error}") from error
     return MeshError.exit_code if any(row.wrong for row in rows) else 0
+
+
+def _check_writable(file: Path) -> None:
+    """Before the measurement, which takes minutes. An old result stays until the new one is there."""
+    target = file if file.exists() else file.parent
+    if file.is_dir() or not target.exists() or not os.access(target, os.W_OK):
+        reason = "it is a folder" if file.is_dir() else "not permitted" if target.exists() else f"there is no {target}"
+        raise EnvironmentFault(f"cannot write {file}: {reason}", fix="give --json another FILE")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from rich.console import Console
+from collections.abc import Sequence
+
+from rich.markup import escape
 from rich.table import Column, Table
 
+from distill.cli.program import show
+from distill.config import RunConfig
 from distill.config.compose import LoadedConfig
 from distill.preflight import Preflight, TeacherFolder
+from distill.run_folder import foresee
 
 
 def size(count: float) -> str:
@@ -20,8 +25,7 @@ def size(count: float) -> str:
 
 def print_plan(loaded: LoadedConfig, preflight: Preflight) -> None:
     """Everything was checked: say what the run will do and what it will cost."""
-    config, plan, console = loaded.config, preflight.plan, Console(highlight=False)
-    console.print(_teachers(preflight))
+    config, plan = loaded.config, preflight.plan
     models = preflight.models
     total = sum(teacher.slot_bytes for teacher in models.teachers.values())
     swaps = (
@@ -32,6 +36,7 @@ def print_plan(loaded: LoadedConfig, preflight: Preflight) -> None:
     epochs = f"{plan.epochs:.2f} epochs of {preflight.prompts.stream.prompts_per_epoch}"
     rows = {
         "file": str(loaded.source),
+        "start": _start(config),
         "student": f"{models.student.path} ({models.student.architecture}, {models.student.parameters:,} parameters)",
         "objective": f"{config.objective.name}: {preflight.objective.contract.optimises}",
         "steps": f"{plan.steps:,} of {config.trainer.batch_size} samples, staleness <= {config.trainer.max_staleness}",
@@ -47,18 +52,18 @@ def print_plan(loaded: LoadedConfig, preflight: Preflight) -> None:
         "held-out prompts": ", ".join(f"{name} {len(prompts)}" for name, prompts in preflight.prompts.held_out.items())
         or "none",
     }
-    console.print(_pairs(rows))
-    for note in preflight.notes:
-        console.print(f"note: {note}", soft_wrap=True)
-    console.print("Everything that can be checked without loading a model is right.")
+    notes = [f"note: {note}" for note in preflight.notes]
+    end = "Everything that can be checked without loading a model is right."
+    show(_teachers(preflight), _pairs(rows), *notes, end)
 
 
-def print_unprepared(loaded: LoadedConfig) -> None:
+def print_unprepared(loaded: LoadedConfig, notes: Sequence[str]) -> None:
     """The recipe's script has not made models and prompts yet: say what the configuration alone tells."""
-    config, console = loaded.config, Console(highlight=False)
+    config = loaded.config
     assert config.prepare is not None
     rows = {
         "file": str(loaded.source),
+        "start": _start(config),
         "student": str(config.student.model),
         "teachers": ", ".join(config.teachers),
         "teacher slots": str(config.teacher_manager.slots),
@@ -66,12 +71,22 @@ def print_unprepared(loaded: LoadedConfig) -> None:
         "steps": f"{config.trainer.steps:,} of {config.trainer.batch_size} samples",
         "samples": f"{config.trainer.steps * config.trainer.batch_size:,}",
     }
-    console.print(_pairs(rows))
-    console.print(
+    end = (
         f"Not made yet: {config.prepare.output}. "
-        f"The run first starts {config.prepare.script}, and then checks models and prompts.",
-        soft_wrap=True,
+        f"The run first starts {config.prepare.script}, and then checks models and prompts."
     )
+    show(_pairs(rows), *(f"note: {note}" for note in notes), end)
+
+
+def _start(config: RunConfig) -> str:
+    """From which step, and in which folder."""
+    start = foresee(config)
+    if start.folder is None:
+        return f"a new run in outputs/{config.run.name}/<time>"
+    if start.checkpoint is not None:
+        return f"goes on at step {start.checkpoint.step} of {config.trainer.steps} in {start.folder}"
+    anew = "; what an earlier try left there is moved to earlier-N" if start.leftovers else ""
+    return f"a new run in {start.folder}{anew}"
 
 
 def _teachers(preflight: Preflight) -> Table:
@@ -79,13 +94,12 @@ def _teachers(preflight: Preflight) -> Table:
     for name, teacher in preflight.models.teachers.items():
         share = teacher.slot_bytes / preflight.models.slot_bytes
         count = str(preflight.prompts.rows_per_teacher[name])
-        table.add_row(name, _model(teacher), size(teacher.slot_bytes), f"{share:.0%}", count)
+        table.add_row(name, escape(_model(teacher)), size(teacher.slot_bytes), f"{share:.0%}", count)
     return table
 
 
 def _model(teacher: TeacherFolder) -> str:
-    base = f"{teacher.model.path} ({teacher.model.architecture})"
-    return base if teacher.adapter is None else f"{teacher.adapter} over {base}"
+    return f"{teacher.model.path} ({teacher.model.architecture})"
 
 
 def _pairs(rows: dict[str, str]) -> Table:
@@ -93,5 +107,5 @@ def _pairs(rows: dict[str, str]) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows.items():
-        table.add_row(name, value)
+        table.add_row(name, escape(value))
     return table

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TextIO, cast
+from typing import TYPE_CHECKING
 
-from distill.errors import ConfigError, DistillError, RunStopped
+from distill.cli.program import Parser, complain, run_program, say
+from distill.errors import ConfigError
 
 if TYPE_CHECKING:
     from distill.config.compose import LoadedConfig
@@ -33,45 +32,17 @@ _EPILOG = (
     "exit codes: 0 done, 2 configuration, 3 this machine, 4 a teacher or a server, 1 a bug of ours, "
     "128 + n stopped by signal n"
 )
+_ENDINGS = (".yaml", ".yml")
 _COMMANDS = ("doctor", "schema")
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"the command line: {message}", fix=f"usage: {_USAGE}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of `distill-run argv`; messages go to stderr, what was asked for to stdout."""
-    try:
-        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
-        output = cast(TextIO | None, sys.stdout)
-        if output is not None:  # it is None where the caller closed it: `>&-`
-            output.flush()
-        return code
-    except DistillError as error:
-        # A stop is what the user asked for; its message begins with the word itself.
-        print(error if isinstance(error, RunStopped) else f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # The reader of our output has left. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except Exception:  # noqa: BLE001 - the one place that turns a bug of ours into an exit code
-        traceback.print_exc()
-        print(
-            "\nThis is a fault of Distill, not of yours. Please report it with the lines above, the command and"
-            " the output of `distill-run doctor`.",
-            file=sys.stderr,
-        )
-        return 1
+    return run_program("error", lambda: _dispatch(list(sys.argv[1:] if argv is None else argv)))
 
 
 def _dispatch(argv: list[str]) -> int:
-    parser = _Parser(
+    parser = Parser(
         prog="distill-run",
         usage=_USAGE,
         description=_HELP,
@@ -85,23 +56,55 @@ def _dispatch(argv: list[str]) -> int:
     parser.add_argument("--version", action="store_true", help="print the version")
     options = parser.parse_intermixed_args(argv)
     if options.version:
-        from distill import __version__
-
-        print(f"distill-engine {__version__}")
-        return 0
+        return _version(argv)
     command, path, overrides = _sort(options.arguments)
+    _refuse_ignored(command, path, overrides, options)
     if command == "schema":
         return _schema()
     if command == "doctor":
-        from distill.doctor import doctor
+        from distill.cli.examine import examine
 
-        return doctor(path, overrides)
-    return _run(path or quick_start(), overrides, dry_run=options.dry_run, show=options.cfg is not None)
+        return examine(path, overrides)
+    return _run(path or quick_start(), overrides, dry_run=options.dry_run, show_config=options.cfg is not None)
+
+
+def _version(argv: Sequence[str]) -> int:
+    from distill import __version__
+
+    others = [word for word in argv if word != "--version"]
+    if others:
+        raise ConfigError(f"the command line: --version stands alone, and {others[0]!r} would be ignored")
+    say(f"distill-engine {__version__}\n")
+    return 0
+
+
+def _refuse_ignored(
+    command: str | None, path: Path | None, overrides: Sequence[str], options: argparse.Namespace
+) -> None:
+    """What would have no effect is an error here too."""
+    flags = [name for name, given in (("--dry-run", options.dry_run), ("--cfg", options.cfg)) if given]
+    if len(flags) == 2:
+        raise ConfigError("the command line: --dry-run and --cfg print different things", fix="give one of them")
+    ignored = [*flags] if command else []
+    if command == "schema":
+        ignored += [str(path)] if path else []
+        ignored += overrides
+    if command == "doctor" and path is None:
+        ignored += overrides
+    if ignored:
+        raise ConfigError(
+            f"the command line: {command} makes no use of {ignored[0]}",
+            fix="distill-run doctor teachers.yaml key=value ... looks at a run"
+            if command == "doctor"
+            else "leave it out",
+        )
 
 
 def _sort(arguments: Sequence[str]) -> tuple[str | None, Path | None, list[str]]:
     """Subcommand, file and overrides, in whatever order they came."""
-    overrides = [word for word in arguments if "=" in word or re.match(r"[~+]+[^/]", word)]
+    if "" in arguments:
+        raise ConfigError("the command line: an argument is empty", fix="a variable of the shell may be unset")
+    overrides = [word for word in arguments if _is_setting(word)]
     words = [word for word in arguments if word not in overrides]
     command = words.pop(0) if words and words[0] in _COMMANDS else None
     if len(words) > 1:
@@ -110,7 +113,7 @@ def _sort(arguments: Sequence[str]) -> tuple[str | None, Path | None, list[str]]
             why="a run is described by one file",
             fix=f"write {words[1]}=VALUE, or put the values in quotes",
         )
-    if words and not Path(words[0]).expanduser().exists() and Path(words[0]).suffix == "":
+    if words and not words[0].endswith(_ENDINGS) and not Path(words[0]).expanduser().exists():
         from distill.registry import did_you_mean
 
         raise ConfigError(
@@ -118,6 +121,17 @@ def _sort(arguments: Sequence[str]) -> tuple[str | None, Path | None, list[str]]
             fix=f"subcommands: {did_you_mean(words[0], _COMMANDS)}; settings are written {words[0]}=VALUE",
         )
     return command, Path(words[0]) if words else None, overrides
+
+
+def _is_setting(word: str) -> bool:
+    """`key=value`, `~key` or `+key`: anything with a "=" that is not evidently the name of a run's file."""
+    if "=" not in word:
+        return re.match(r"[~+]+[^/]", word) is not None
+    if not word.endswith(_ENDINGS):
+        return True
+    from distill.config.models import RunConfig
+
+    return re.split(r"[.@=\[]", word.lstrip("+~"))[0] in RunConfig.model_fields
 
 
 def quick_start() -> Path:
@@ -134,41 +148,42 @@ def _schema() -> int:
 
     from distill.config.schema import json_schema
 
-    print(json.dumps(json_schema(), indent=2))
+    say(json.dumps(json_schema(), indent=2) + "\n")
     return 0
 
 
-def _run(path: Path, overrides: list[str], *, dry_run: bool, show: bool) -> int:
+def _run(path: Path, overrides: list[str], *, dry_run: bool, show_config: bool) -> int:
     from distill.config.compose import load_config
 
     loaded = load_config(path, overrides)
-    if show:
+    if show_config:
         import yaml
 
-        print(yaml.safe_dump(loaded.resolved, sort_keys=False, allow_unicode=True), end="")
+        say(yaml.safe_dump(loaded.resolved, sort_keys=False, allow_unicode=True))
         return 0
     return _dry_run(loaded) if dry_run else _start(loaded)
 
 
 def _dry_run(loaded: LoadedConfig) -> int:
     from distill.cli.plan import print_plan, print_unprepared
-    from distill.preflight import inspect, is_prepared
+    from distill.preflight import inspect, inspect_early, is_prepared
 
     if loaded.config.prepare is not None and not is_prepared(loaded.config.prepare):
-        print_unprepared(loaded)
+        print_unprepared(loaded, inspect_early(loaded.config))
     else:
         print_plan(loaded, inspect(loaded.config))
     return 0
 
 
 def _start(loaded: LoadedConfig) -> int:
-    from distill.preflight import inspect, prepare
+    from distill.preflight import inspect, inspect_early, prepare
 
     if loaded.config.prepare is not None:
+        inspect_early(loaded.config)  # preparing may take long
         prepare(loaded.config.prepare)
     preflight = inspect(loaded.config)
     for note in preflight.notes:
-        print(f"note: {note}", file=sys.stderr)
+        complain(f"note: {note}")
     from distill.build import run
 
     run(loaded.config, preflight=preflight, resolved=loaded.resolved)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 from distill import registry
 from distill.config.explain import Where, gather
@@ -15,7 +16,9 @@ from distill.config.models import DataConfig, RunConfig
 from distill.config.schema import KeyPath, dotted
 
 Finding = tuple[KeyPath, str, str]
-NAME = re.compile(r"[\w.-]+")
+NAME = re.compile(r"\w[\w.-]*")
+"""Of a teacher and of a domain: they become parts of metrics' names, whose parts are separated by `/`."""
+TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def check(config: RunConfig, where: Where | None = None) -> None:
@@ -38,9 +41,13 @@ def _names_are_registered(config: RunConfig) -> Iterator[Finding]:
         ("scheduler", config.teacher_manager.scheduler, ("teacher_manager", "scheduler")),
         ("grader", config.evaluation.grader, ("evaluation", "grader")),
     ]
+    if config.objective.outcome is not None:
+        named.append(("grader", config.objective.outcome.grader, ("objective", "outcome", "grader")))
     named += [("sink", name, ("observe", "sinks", index)) for index, name in enumerate(config.observe.sinks)]
     for kind, name, key in named:
-        if ":" not in name and name not in registry.names(kind):
+        if ":" in name and not TARGET.fullmatch(name):
+            yield key, f"{dotted(key)}: {name!r} does not say where a {kind} is", "write my_package.my_module:Name"
+        elif ":" not in name and name not in registry.names(kind):
             yield key, f"{dotted(key)}: there is no {kind} {name!r}", registry.did_you_mean(name, registry.names(kind))
 
 
@@ -197,6 +204,22 @@ def _evaluation_is_complete(config: RunConfig) -> Iterator[Finding]:
             )
 
 
+def _folders_are_the_runs_own(config: RunConfig) -> Iterator[Finding]:
+    folder, resume = config.run.dir, config.resume
+    if folder is not None and folder == folder.parent:
+        yield (
+            ("run", "dir"),
+            f"run.dir is {folder}, the root of the file system",
+            "give the run a folder of its own; it writes many files beside one another",
+        )
+    if folder is not None and resume not in (None, "auto") and folder != Path(resume):
+        yield (
+            ("resume",),
+            f"resume names {resume}, and run.dir is {folder}: one of the two would be ignored",
+            "leave run.dir out: a run goes on in its own folder",
+        )
+
+
 def _nothing_is_ignored(config: RunConfig) -> Iterator[Finding]:
     student, observe = config.student, config.observe
     if student.lr_schedule == "constant" and student.lr_final_ratio:
@@ -211,9 +234,45 @@ def _nothing_is_ignored(config: RunConfig) -> Iterator[Finding]:
             "observe.wandb_project is given, but wandb is not in observe.sinks",
             "add it there",
         )
+    if config.rollout.top_k == 0:
+        yield ("rollout", "top_k"), "rollout.top_k is 0, which leaves no token to draw", "-1 draws from all of them"
     for index, beta in enumerate(student.betas):
         if not 0 <= beta < 1:
-            yield ("student", "betas", index), f"student.betas.{index} must be in [0, 1), and is {beta:g}", ""
+            yield (
+                ("student", "betas", index),
+                f"student.betas.{index} must be in [0, 1), and is {beta:g}",
+                "AdamW's own are 0.9 and 0.999",
+            )
+
+
+def _ranks_fit_the_student(config: RunConfig) -> Iterator[Finding]:
+    student, batch = config.student, config.trainer.batch_size
+    if student.ranks == 1:
+        if student.parallel is not None:
+            yield (
+                ("student", "parallel"),
+                f"student.parallel is {student.parallel}, but student.ranks is 1",
+                "set student.ranks to the number of training processes, or remove it",
+            )
+        return
+    if student.ranks > batch:
+        yield (
+            ("student", "ranks"),
+            f"student.ranks is {student.ranks}, and a batch has only {batch} samples (trainer.batch_size)",
+            f"take at most {batch}: a rank trains whole samples",
+        )
+    if ":" in student.device:
+        yield (
+            ("student", "device"),
+            f"student.device names one device, {student.device}, for {student.ranks} ranks",
+            "set it to cuda: each rank takes a device of its own",
+        )
+    if student.optimizer == "adamw_8bit" and student.parallel != "ddp":
+        yield (
+            ("student", "optimizer"),
+            "student.optimizer is adamw_8bit, which cannot keep its moments in pieces (student.parallel=fsdp)",
+            "set student.parallel=ddp, or student.optimizer=adamw: fsdp divides its moments by the number of ranks",
+        )
 
 
 def _domains_are_names(config: RunConfig) -> Iterator[Finding]:
@@ -226,6 +285,73 @@ def _domains_are_names(config: RunConfig) -> Iterator[Finding]:
             )
 
 
+def _domain_weights_are_of_domains(config: RunConfig) -> Iterator[Finding]:
+    weights, key = config.objective.domain_weights, ("objective", "domain_weights")
+    if weights is None:
+        return
+    if config.objective.reduction != "domain_balanced":
+        yield (
+            key,
+            f"objective.domain_weights has no effect with objective.reduction={config.objective.reduction}",
+            "set objective.reduction=domain_balanced, or remove it",
+        )
+    if not any(weights.values()):
+        yield key, "objective.domain_weights leaves every domain out", "give a domain a weight above 0"
+    domains = {source.domain for source in config.data}
+    if None in domains:
+        # rows may name domains themselves
+        return
+    known = {str(domain) for domain in domains}
+    for name in weights:
+        if name not in known:
+            what = f"objective.domain_weights names {name!r}, which is not a domain of data"
+            yield (*key, name), what, registry.did_you_mean(name, known)
+    for name in sorted(known - set(weights)):
+        yield key, f"objective.domain_weights has none for the domain {name!r}", "give it one; 0 leaves it out"
+
+
+def _a_mixture_has_several_teachers(config: RunConfig) -> Iterator[Finding]:
+    """Only where the configuration tells: rows may name teachers themselves."""
+    alone = all(source.teachers is not None and len(source.teachers) < 2 for source in config.data)
+    if config.objective.mixture != "weighted" and (alone or len(config.teachers) == 1):
+        yield (
+            ("objective", "mixture"),
+            f"objective.mixture is {config.objective.mixture}, but every sample has a single teacher",
+            "name several `teachers` in an entry of data, or remove it",
+        )
+
+
+def _outcomes_can_teach(config: RunConfig) -> Iterator[Finding]:
+    outcome, key = config.objective.outcome, ("objective", "outcome")
+    if outcome is None:
+        return
+    if outcome.baseline == "group" and config.rollout.samples_per_prompt == 1:
+        yield (
+            ("rollout", "samples_per_prompt"),
+            "rollout.samples_per_prompt is 1, and objective.outcome compares a reward with those of the same prompt: "
+            "every advantage would be 0",
+            "take 4 or more, or set objective.outcome.baseline to batch or none",
+        )
+    if outcome.baseline == "batch" and config.trainer.batch_size == 1:
+        yield (
+            ("trainer", "batch_size"),
+            "trainer.batch_size is 1, and objective.outcome compares a reward with those of the batch: every advantage "
+            "would be 0",
+            "take a larger batch, or set objective.outcome.baseline to none",
+        )
+    ignored = {
+        f"mix={outcome.mix}": ("teacher_share", "importance")
+        if outcome.mix == "advantage"
+        else ("weight", "teacher_weight"),
+        "baseline=none": ("use_std", "ddof", "eps") if outcome.baseline == "none" else (),
+        "use_std=false": () if outcome.use_std or outcome.baseline == "none" else ("ddof", "eps"),
+    }
+    for setting, names in ignored.items():
+        for name in names:
+            if getattr(outcome, name) != type(outcome).model_fields[name].default:
+                yield (*key, name), f"objective.outcome.{name} has no effect with {setting}", "remove it"
+
+
 CHECKS: tuple[Callable[[RunConfig], Iterable[Finding]], ...] = (
     _names_are_registered,
     _teachers_in_data_exist,
@@ -235,6 +361,11 @@ CHECKS: tuple[Callable[[RunConfig], Iterable[Finding]], ...] = (
     _ports_exist,
     _batches_are_whole_prompts,
     _evaluation_is_complete,
+    _folders_are_the_runs_own,
     _nothing_is_ignored,
+    _ranks_fit_the_student,
     _domains_are_names,
+    _domain_weights_are_of_domains,
+    _a_mixture_has_several_teachers,
+    _outcomes_can_teach,
 )

@@ -7,6 +7,7 @@ The user's file is Hydra's primary configuration. Hydra finds its groups beside 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,8 @@ import distill.conf
 from distill.config.checks import check
 from distill.config.document import Document, find, read
 from distill.config.explain import explain
-from distill.config.models import RunConfig
+from distill.config.included import check_included
+from distill.config.models import ObjectiveConfig, RunConfig
 from distill.config.overrides import COMMAND_LINE, GROUPS, Overrides, read_overrides
 from distill.config.schema import KeyPath, path_values
 from distill.errors import ConfigError
@@ -101,7 +103,13 @@ def _composed(document: Document, asked: Overrides) -> dict[str, Any]:
             f"{document.path}: {key}{_first_line(error)}", fix="check the ${...} in this value"
         ) from error
     except HydraException as error:
-        raise ConfigError(f"{document.path}: {_first_line(error)}", fix=_hydra_fix(error)) from error
+        raise _hydra_error(document, error) from error
+    except RecursionError as error:
+        raise ConfigError(
+            f"{document.path}: its defaults list leads back to a file that is already being read",
+            why="files that include one another have no end",
+            fix="take the file's own name out of the defaults lists, here and in what they name",
+        ) from error
     finally:
         GlobalHydra.instance().clear()
 
@@ -116,26 +124,44 @@ def _primary(document: Document, asked: Overrides) -> tuple[dict[str, Any], list
     """The file as Hydra shall see it, and the group choices: of the command line, else of the file."""
     values = dict(document.values)
     defaults, choices = _defaults(document)
+    check_included(document, {**choices, **asked.choices})
     overrides: list[str] = []
     for group, key in GROUPS.items():
         block = values.get(group)
-        named = block.get(key) if isinstance(block, Mapping) else None
+        named = _named(block, group, key, document)
         if named is not None and group in choices and named != choices[group]:
             raise ConfigError(
                 f"{document.place((group, key))}: {group} is {named!r} here, {choices[group]!r} in the defaults list",
                 fix="say it in one place",
             )
         if group in asked.choices and isinstance(block, Mapping):
-            # The settings of an objective belong to it alone; those of the other sections are common to all choices.
-            values[group] = (
-                {} if group == "objective" else {name: entry for name, entry in block.items() if name != key}
-            )
+            # The settings of an objective's class belong to it alone; all others are common to all choices.
+            kept = ObjectiveConfig.model_fields if group == "objective" else block
+            values[group] = {name: entry for name, entry in block.items() if name != key and name in kept}
         choice = asked.choices.get(group) or named or choices.get(group)
         if choice is not None:
             where = COMMAND_LINE if group in asked.choices else document.place((group, key))
             overrides += _choose(group, key, str(choice), where, document.path.parent)
     hydra = {"searchpath": [*_searchpath(document), "pkg://distill.conf"]}
     return {**values, "defaults": defaults, "hydra": hydra}, overrides
+
+
+def _named(block: Any, group: str, key: str, document: Document) -> str | None:
+    """The implementation that the file's block names, if it names one."""
+    if block is not None and not isinstance(block, Mapping):
+        raise ConfigError(
+            f"{document.place((group,))}: {group} must be a mapping of settings, and is {block!r}",
+            fix=f"write {group}: {{{key}: {block}}}" if isinstance(block, str) else "",
+        )
+    if not block or key not in block:
+        return None
+    named = block[key]
+    if not isinstance(named, str) or not named:
+        raise ConfigError(
+            f"{document.place((group, key))}: {group}.{key} must be the name of an implementation, and is {named!r}",
+            fix=f"write a name, or leave {group}.{key} out",
+        )
+    return named
 
 
 def _defaults(document: Document) -> tuple[list[Any], dict[str, str]]:
@@ -147,14 +173,16 @@ def _defaults(document: Document) -> tuple[list[Any], dict[str, str]]:
         )
     kept: list[Any] = []
     choices: dict[str, str] = {}
-    for entry in written:
-        group = (
-            str(next(iter(entry))).removeprefix("override ").strip()
-            if isinstance(entry, Mapping) and len(entry) == 1
-            else ""
-        )
+    for index, entry in enumerate(written):
+        if not (isinstance(entry, str) or (isinstance(entry, Mapping) and len(entry) == 1)):
+            raise ConfigError(
+                f"{document.place(('defaults', index))}: {entry!r} cannot stand in a defaults list",
+                fix="an entry is the name of a file beside this one, or GROUP: NAME",
+            )
+        group, name = next(iter(entry.items())) if isinstance(entry, Mapping) else ("", entry)
+        group = str(group).removeprefix("override ").strip()
         if group in GROUPS:
-            choices[group] = str(next(iter(entry.values())))
+            choices[group] = str(name)
         else:
             kept.append(entry)
     if "distill" not in kept:
@@ -188,9 +216,11 @@ def _absolute(values: dict[str, Any], document: Document, asked: Overrides) -> d
     """Every path made absolute, from the folder of whoever wrote it."""
     found = list(path_values(values))
     resume = values.get("resume")
-    if isinstance(resume, str) and resume != "auto":
+    if isinstance(resume, str) and resume not in ("auto", ""):
         found.append((("resume",), resume))
     for key, text in found:
+        if not text:  # no path: the models say so
+            continue
         base = Path.cwd() if asked.sets(key) else document.path.parent
         holder: Any = values
         for part in key[:-1]:
@@ -203,10 +233,15 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0].replace(f"'{PRIMARY}'", "the file").replace(PRIMARY, "the file")
 
 
-def _hydra_fix(error: Exception) -> str:
+def _hydra_error(document: Document, error: HydraException) -> ConfigError:
+    said = _first_line(error)
+    removed = re.match(r"Could not delete from config\. '(.+)' does not exist", said)
+    if removed:
+        name = removed[1]
+        return ConfigError(
+            f"{COMMAND_LINE}: ~{name}: the file does not set it",
+            why="~ takes back what the file says; what it leaves out has its default already",
+        )
     missing = getattr(error, "missing_cfg_file", None)
-    return (
-        f"the defaults list names {missing!r}, which is neither beside the file nor a part of distill"
-        if missing
-        else ""
-    )
+    fix = f"the defaults list names {missing!r}, which is neither beside the file nor a part of distill"
+    return ConfigError(f"{document.path}: {said}", fix=fix if missing else "")

@@ -14,6 +14,9 @@ from distill.config.schema import KeyPath, dotted
 from distill.errors import ConfigError
 from distill.registry import nearest
 
+MOST_VALUES = 20_000
+"""Of a file, aliases written out. A run with a thousand teachers has a quarter of that."""
+
 
 @dataclass(frozen=True)
 class Document:
@@ -37,6 +40,8 @@ def find(path: Path) -> Path:
         if inside.is_file():
             return inside
         raise ConfigError(f"{path} is a folder without a teachers.yaml", fix=_nearby(inside))
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is a pipe, a socket or a device", fix="a run is described by an ordinary file")
     if not path.is_file():
         raise ConfigError(f"there is no file {path}", fix=_nearby(path))
     if path.suffix not in (".yaml", ".yml"):
@@ -56,7 +61,7 @@ def _nearby(path: Path) -> str:
     return f"YAML files in {folder}: {', '.join(names[:20])}" if names else f"there is no YAML file in {folder}"
 
 
-def read(path: Path) -> Document:
+def read(path: Path, *, may_be_empty: bool = False) -> Document:
     """Raises ConfigError for a syntax error, a duplicate key or a file that is not a mapping, with the line."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -69,19 +74,33 @@ def read(path: Path) -> Document:
         raise ConfigError(
             f"{_place(path, error)}: not valid YAML: {_problem(error)}", fix="check indentation, colons and quotes"
         ) from error
+    except RecursionError as error:
+        raise _too_deep(path) from error
+    if node is None and may_be_empty:
+        return Document(path, {}, {})
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{path} holds no settings", why="a run is a mapping: student, teachers, data, ...")
     lines: dict[KeyPath, int] = {}
-    _walk(node, (), lines, path)
     try:
+        _walk(node, (), lines, path)
         values: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except RecursionError as error:
+        raise _too_deep(path) from error
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{_place(path, error)}: {_problem(error)}") from error
+    except ValueError as error:  # of PyYAML: a 13th month, thousands of digits
+        raise ConfigError(f"{path} holds a number or a date that cannot be: {str(error).partition(';')[0]}") from error
     return Document(path, {str(key): value for key, value in values.items()}, lines)
 
 
 def _walk(node: yaml.Node, at: KeyPath, lines: dict[KeyPath, int], path: Path) -> None:
     lines.setdefault(at, node.start_mark.line + 1)
+    if len(lines) > MOST_VALUES:
+        raise ConfigError(
+            f"{path} holds more than {MOST_VALUES} values",
+            why="an alias (*name) counts as often as it is used, with everything below it",
+            fix="put prompts into data files; use fewer aliases",
+        )
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             _walk(item, (*at, index), lines, path)
@@ -103,6 +122,13 @@ def _walk(node: yaml.Node, at: KeyPath, lines: dict[KeyPath, int], path: Path) -
                 )
             lines[key] = line
             _walk(value_node, key, lines, path)
+
+
+def _too_deep(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{path} is nested too deeply to be read",
+        why="a run has few levels; an alias (*name) that stands within what it names (&name) has no end",
+    )
 
 
 def _place(path: Path, error: Exception) -> str:

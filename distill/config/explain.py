@@ -40,6 +40,8 @@ def _key(detail: ErrorDetails) -> KeyPath:
     location: KeyPath = detail["loc"]
     if detail["type"] == "extra_forbidden":
         return location
+    if detail["type"] == "missing" and isinstance(location[-1], int):  # a list that is too short
+        return location[:-1]
     for length in range(len(location), 0, -1):
         part = str(location[length - 1])
         try:
@@ -59,35 +61,42 @@ def _finding(detail: ErrorDetails, key: KeyPath, where: Where) -> tuple[str, str
     place = where(key)
     if detail["type"] == "extra_forbidden":
         return f"{place}: unknown key {dotted(key)}", suggestion(key[:-1], str(key[-1]), known_names(key))
-    if detail["type"] == "missing":
+    if detail["type"] == "missing" and detail["loc"] == key:
         section = dotted(key[:-1]) or "the run"
         return f"{where(key[:-1])}: {dotted(key)} is missing", f"{section} must have a value for {key[-1]!r}"
-    if (
-        detail["type"] == "model_type"
-        or len(detail["loc"]) > len(key)
-        or detail["type"].endswith(("_parsing", "_type"))
-    ):
+    if len(detail["loc"]) > len(key) or detail["type"].endswith(("_parsing", "_type")):
         must = describe(annotation_at(key))
     else:
         must = _requirement(detail)
-    return f"{place}: {dotted(key)} must be {must}, and is {_shown(detail['input'])}", ""
+    return f"{place}: {dotted(key)} must be {must}, and is {_shown(detail['input'])}", _advice(detail)
+
+
+def _advice(detail: ErrorDetails) -> str:
+    """For a text that reads like what is wanted."""
+    if detail["type"] not in ("int_type", "float_type", "bool_type") or not isinstance(detail["input"], str):
+        return ""
+    return "write it without quotes; a value of the environment is read as ${oc.decode:${oc.env:NAME}}"
 
 
 def _requirement(detail: ErrorDetails) -> str:
     context: Mapping[str, Any] = detail.get("ctx", {})
     match detail["type"]:
         case "greater_than":
-            return f"more than {context['gt']:g}"
+            return f"more than {_number(context['gt'])}"
         case "greater_than_equal":
-            return f"at least {context['ge']:g}"
+            return f"at least {_number(context['ge'])}"
         case "less_than":
-            return f"less than {context['lt']:g}"
+            return f"less than {_number(context['lt'])}"
         case "less_than_equal":
-            return f"at most {context['le']:g}"
+            return f"at most {_number(context['le'])}"
         case "literal_error":
             return f"one of {context['expected']}"
-        case "too_short":
+        case "too_short" | "string_too_short":
             return "not empty"
+        case "too_long" | "string_too_long":
+            return f"no longer than {context['max_length']}"
+        case "unusable_path":
+            return detail["msg"]
         case "int_from_float":
             return "a whole number"
         case "finite_number":
@@ -98,6 +107,13 @@ def _requirement(detail: ErrorDetails) -> str:
             return f"something else ({detail['msg']})"
 
 
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
 def _shown(value: Any) -> str:
-    text = repr(value)
+    """As YAML has it, for what Python calls otherwise."""
+    text = (
+        {True: "true", False: "false"}[value] if isinstance(value, bool) else "null" if value is None else repr(value)
+    )
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,73 +1,147 @@
-"""What a run is, as frozen pydantic models. Unknown keys are errors. Checks that span models live in `checks`."""
+"""What a run is, as frozen pydantic models. Unknown keys are errors. Checks that span models live in `checks`.
+
+Types are strict: no text stands for a number, no truth value for 1. A whole number may stand for a number, a text for a
+path, a list for a tuple; YAML has no other way to write those. Upper bounds are where something else gives way.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
-Positive = Annotated[int, Field(gt=0)]
+INT32 = 2**31 - 1
+"""Ids, counts and lengths are int32 on the wire and in the arrays."""
+Positive = Annotated[int, Field(gt=0, le=INT32)]
+Count = Annotated[int, Field(ge=0, le=INT32)]
+Processes = Annotated[int, Field(gt=0, le=4096)]
+"""Processes, or threads of one: more is a slip of the finger on any machine, and one controller watches them all."""
+Steps = Annotated[int, Field(gt=0, le=99_999_999)]
+"""A checkpoint's folder is named by its step, in eight digits."""
+Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
+"""A year at most: clocks and locks of the operating system know no infinity."""
 PATTERNS = {
-    r"^(auto|cpu|cuda(:\d+)?)$": "auto, cpu, cuda or cuda:N",
-    r"^[\w.-]+$": "a name of letters, digits, '_', '.' and '-'",
+    r"^(auto|cpu|cuda(:\d{1,3})?)$": "auto, cpu, cuda or cuda:N",
+    r"^\w[\w.-]*$": "a name of letters, digits, '_', '.' and '-' that begins with neither a dot nor a dash",
+    r"^[\w.:-]+$": "the address or the name of a host",
 }
 """What the patterns of texts mean, for people."""
-_DEVICE, _NAME = PATTERNS
+_DEVICE, _NAME, _HOST = PATTERNS
+_NAME_BYTES, _PATH_BYTES = 255, 4095
+"""The longest file name and path of Linux (limits.h: NAME_MAX, PATH_MAX)."""
+
+
+def _not_empty(value: Any) -> Any:
+    if value == "":
+        raise PydanticCustomError("unusable_path", "a path")
+    return value
+
+
+def _usable(path: Path) -> Path:
+    """The operating system would refuse others with an error that names no setting."""
+    encoded = os.fsencode(path)
+    if b"\0" in encoded:
+        raise PydanticCustomError("unusable_path", "a path without the character NUL")
+    if len(encoded) > _PATH_BYTES or any(len(part) > _NAME_BYTES for part in encoded.split(b"/")):
+        raise PydanticCustomError("unusable_path", "a path that is not longer than the system allows")
+    return path
+
+
+FilePath = Annotated[Path, Field(strict=False), BeforeValidator(_not_empty), AfterValidator(_usable)]
+Text = Annotated[str, Field(min_length=1)]
+Host = Annotated[str, Field(pattern=_HOST, max_length=253)]
 Device = Annotated[str, Field(pattern=_DEVICE, description="auto takes a GPU where there is one; cpu, cuda, cuda:N")]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
 
 
 class RunSection(_Section):
-    name: str = Field(default="run", pattern=_NAME, description="names the output folder")
-    dir: Path | None = Field(default=None, description="output folder; default outputs/<name>/<time>")
+    name: str = Field(default="run", pattern=_NAME, max_length=100, description="names the output folder")
+    dir: FilePath | None = Field(default=None, description="output folder; default outputs/<name>/<time>")
     seed: int = Field(default=0, ge=0, le=2**32 - 1)
 
 
 class PrepareConfig(_Section):
     """A script that makes what the recipe needs, run once: `python script --output DIR`."""
 
-    script: Path = Field(description="relative to the YAML file")
-    output: Path = Field(description="folder that it fills; a finished one is reused while the script is unchanged")
+    script: FilePath = Field(description="relative to the YAML file")
+    output: FilePath = Field(description="folder that it fills; a finished one is reused while the script is unchanged")
+
+
+class LoraConfig(_Section):
+    """A student of which only small adapters learn."""
+
+    r: Annotated[int, Field(gt=0, le=4096)] = Field(default=16, description="rank of each adapter")
+    alpha: float = Field(default=32.0, gt=0, le=1e6, description="the adapter counts alpha / r times")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="of the adapters' inputs, while training")
+    targets: str | list[str] = Field(
+        default="all-linear",
+        description="ends of the names of the layers that get one, a regular expression, or all-linear (not the head)",
+    )
+    export: Literal["merged", "adapter"] = Field(
+        default="merged",
+        description="what the end of a run writes: whole weights, or a peft adapter over student.model",
+    )
 
 
 class StudentConfig(_Section):
     backend: str = Field(default="hf", description="registry name of the training backend")
-    model: Path = Field(description="Hugging Face folder that the student starts from")
-    tokenizer: Path | None = Field(default=None, description="default: the model's folder")
-    lr: float = Field(default=1e-5, gt=0, description="peak learning rate")
+    model: FilePath = Field(description="Hugging Face folder that the student starts from")
+    tokenizer: FilePath | None = Field(default=None, description="default: the model's folder")
+    lr: float = Field(default=1e-5, gt=0, le=1, description="peak learning rate")
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     lr_final_ratio: float = Field(
         default=0.0, ge=0, le=1, description="learning rate of the last step, as a share of the peak"
     )
-    warmup_steps: int = Field(default=10, ge=0)
-    betas: tuple[float, float] = (0.9, 0.98)
-    weight_decay: float = Field(default=0.01, ge=0)
+    warmup_steps: Count = 10
+    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.98)
+    weight_decay: float = Field(default=0.01, ge=0, le=100)
     max_grad_norm: float = Field(default=1.0, gt=0)
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="of the forward pass; master weights are float32"
+    optimizer: Literal["adamw", "adamw_8bit"] = Field(
+        default="adamw", description="adamw_8bit: moments in 8 bits; needs bitsandbytes"
     )
-    micro_batch_tokens: Positive = Field(
-        default=8192, description="prompt and response tokens a forward pass may hold, padding included"
+    ema_decay: float | None = Field(
+        default=None, gt=0, lt=1, description="export an exponential moving average of the weights; default: none"
+    )
+    lora: LoraConfig | None = Field(default=None, description="train adapters only; default: all weights")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="of the weights that it computes with and publishes; the optimiser's are float32"
+    )
+    micro_batch_tokens: Positive = Field(default=8192, description="prompt and response tokens a forward pass may hold")
+    packing: bool = Field(
+        default=True, description="lay samples end to end, without padding, where the model's attention allows it"
+    )
+    head_chunk_tokens: Positive | None = Field(
+        default=None, description="tokens whose logits exist at one time; default: as many as fit in 128 MB"
     )
     gradient_checkpointing: bool = False
     device: Device = "auto"
-    threads: Positive = Field(default=1, description="CPU threads of the training process")
+    threads: Processes = Field(default=1, description="CPU threads of each training process")
+    ranks: Processes = Field(default=1, description="training processes; on GPUs, one for each device that is to train")
+    parallel: Literal["fsdp", "ddp"] | None = Field(
+        default=None,
+        description="with several ranks: fsdp (the default then) spreads weights, gradients and moments over them, ddp "
+        "keeps all on each",
+    )
 
 
 class TeacherConfig(_Section):
-    model: Path = Field(description="Hugging Face folder")
-    weight: float = Field(default=1.0, gt=0, description="weight of its divergence where data name it without a weight")
-    base: Path | None = Field(default=None, description="the model that a LoRA adapter in `model` belongs to")
-    tokenizer: Path | None = Field(default=None, description="default: the model's folder")
+    model: FilePath = Field(description="Hugging Face folder")
+    weight: float = Field(
+        default=1.0, gt=0, le=1e6, description="weight of its divergence where data name it without a weight"
+    )
+    base: FilePath | None = Field(default=None, description="the model that a LoRA adapter in `model` belongs to")
+    tokenizer: FilePath | None = Field(default=None, description="default: the model's folder")
 
 
 class DataConfig(_Section):
-    path: Path = Field(description="JSONL or Parquet file")
+    path: FilePath = Field(description="JSONL or Parquet file")
     domain: str | None = Field(default=None, description="domain of every row; default: the row's `domain` column")
     teachers: list[str] | dict[str, float] | None = Field(
         default=None,
@@ -81,24 +155,24 @@ class DataConfig(_Section):
 
 
 class RolloutConfig(_Section):
-    servers: Positive = Field(default=1, description="rollout servers")
+    servers: Processes = Field(default=1, description="rollout servers")
     samples_per_prompt: Positive = 1
     epochs: Positive | None = Field(
         default=None, description="times through the data; default: as often as the steps need"
     )
     max_new_tokens: Positive = 256
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0, le=100)
     top_p: Fraction = 1.0
-    top_k: int = Field(default=-1, ge=-1)
+    top_k: int = Field(default=-1, ge=-1, le=INT32, description="-1: all ids")
     requests_per_call: Positive = Field(default=1, description="samples an HTTP request carries; they return together")
-    timeout_s: float = Field(default=600.0, gt=0, description="longest wait for one call")
+    timeout_s: Seconds = Field(default=600.0, description="longest wait for one call")
     max_tries: Positive = Field(default=5, description="times a sample is sent again when its server fails")
 
 
 class TeacherManagerConfig(_Section):
-    slots: Positive = Field(default=1, description="model servers that the teachers share")
+    slots: Processes = Field(default=1, description="model servers that the teachers share")
     slot_gb: float | None = Field(
-        default=None, gt=0, description="weight bytes a slot holds, GB = 1e9; default: the largest teacher"
+        default=None, gt=0, le=1e6, description="weight bytes a slot holds, GB = 1e9; default: the largest teacher"
     )
     scheduler: str = "announced"
     max_visit_tokens: Positive = Field(
@@ -106,10 +180,15 @@ class TeacherManagerConfig(_Section):
     )
     call_tokens: Positive = Field(default=16384, description="tokens one scoring request carries")
     hold_s: float = Field(
-        default=0.05, ge=0, description="how long a visit waits for announced samples of a resident teacher"
+        default=0.05,
+        ge=0,
+        le=31_536_000,
+        description="how long a visit waits for announced samples of a resident teacher",
     )
-    canary_atol: float = Field(default=1e-4, gt=0, description="largest change of the canary's log-probabilities")
-    timeout_s: float = Field(default=600.0, gt=0)
+    canary_atol: float = Field(
+        default=1e-4, gt=0, le=1e3, description="largest change of the canary's log-probabilities"
+    )
+    timeout_s: Seconds = 600.0
     max_tries: Positive = 5
 
 
@@ -117,26 +196,28 @@ class ServerConfig(_Section):
     program: str = Field(default="embedded", description="embedded | sglang | attach")
     device: Device = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    host: str = Field(default="127.0.0.1", description="address that servers listen on")
+    host: Host = Field(default="127.0.0.1", description="address that servers listen on")
     port: int = Field(default=0, ge=0, le=65535, description="first port; 0 takes free ones")
     context_length: Positive | None = Field(default=None, description="default: the model's own")
     max_batch_size: Positive = Field(default=256, description="requests decoded together")
-    threads: Positive = Field(default=1, description="CPU threads of each server")
+    threads: Processes = Field(default=1, description="CPU threads of each server")
     args: list[str] = Field(default_factory=list, description="passed to the program as they are")
-    python: Path | None = Field(default=None, description="interpreter of another environment that has the program")
+    python: FilePath | None = Field(default=None, description="interpreter of another environment that has the program")
     rollout_urls: list[str] = Field(default_factory=list, description="attach: rollout servers")
     teacher_urls: list[str] = Field(default_factory=list, description="attach: teacher servers")
-    start_timeout_s: float = Field(default=300.0, gt=0)
-    max_restarts: int = Field(default=5, ge=0, description="restarts of one server in a run")
+    start_timeout_s: Seconds = 300.0
+    max_restarts: Count = Field(default=5, description="restarts of one server in a run")
 
 
 class MeshConfig(_Section):
     transport: Literal["auto", "shm", "tcp"] = Field(
         default="auto", description="auto: shared memory on the same host, TCP otherwise"
     )
-    bucket_mb: float = Field(default=64.0, gt=0)
-    timeout_s: float = Field(default=120.0, gt=0, description="longest silence of a receiver before it is fenced")
-    host: str = "127.0.0.1"
+    bucket_mb: float = Field(
+        default=64.0, ge=1e-4, le=4294, description="MB = 1e6 bytes that are sent and checked at a time"
+    )
+    timeout_s: Seconds = Field(default=120.0, description="longest silence of a receiver before it is fenced")
+    host: Host = "127.0.0.1"
 
 
 class StoreConfig(_Section):
@@ -144,11 +225,51 @@ class StoreConfig(_Section):
     capacity: Positive | None = Field(default=None, description="samples held; default: (max_staleness + 2) batches")
 
 
-class ObjectiveConfig(BaseModel):
-    """`name` and the fields of that objective's class; the class checks them."""
+class OutcomeConfig(_Section):
+    """Rewards for whole answers, mixed into an objective. Groups are the samples of one prompt."""
 
-    model_config = ConfigDict(frozen=True, extra="allow")
-    name: str = "reverse_kl"
+    grader: str = Field(default="exact_match", description="what gives an answer its reward")
+    mix: Literal["advantage", "loss"] = Field(
+        default="advantage",
+        description="advantage: weight * outcome + teacher_weight * the policy gradient's advantage; "
+        "loss: (1 - teacher_share) * the outcome's policy gradient + teacher_share * any objective",
+    )
+    weight: float = Field(default=1.0, gt=0, le=1e6, description="of the outcome's advantage; with mix=advantage")
+    teacher_weight: float = Field(
+        default=1.0, ge=0, le=1e6, description="of the teachers' advantage; with mix=advantage"
+    )
+    teacher_share: float = Field(default=0.5, gt=0, lt=1, description="of the teachers' loss; with mix=loss")
+    importance: Literal["icepop", "none", "tis", "clamp"] = Field(
+        default="icepop",
+        description="correction of the outcome's policy gradient, as in policy_gradient; with mix=loss",
+    )
+    baseline: Literal["group", "batch", "none"] = Field(
+        default="group",
+        description="what a reward is compared with: the mean over the samples of its prompt, that over the batch, "
+        "or 0: the reward is the advantage",
+    )
+    use_std: bool = Field(default=True, description="divide by the standard deviation of the group or batch (GRPO)")
+    ddof: Literal[0, 1] = Field(default=1, description="1: the sample's standard deviation; 0: the population's")
+    eps: float = Field(default=1e-6, gt=0, le=1, description="added to the standard deviation")
+
+
+class ObjectiveConfig(_Section):
+    """What is the same for every objective, and beside it the fields of the class that `name` means: it checks them."""
+
+    model_config = ConfigDict(extra="allow")
+    name: Text = Field(default="reverse_kl", description="registry name of the loss, or package.module:Class")
+    reduction: Literal["token_mean", "seq_mean", "domain_balanced", "segment_mean", "segment_token"] = Field(
+        default="token_mean", description="what the step's loss is a mean of"
+    )
+    domain_weights: dict[Text, Annotated[float, Field(ge=0)]] | None = Field(
+        default=None, description="domain_balanced: weight of each domain, divided by their sum; default: equal ones"
+    )
+    mixture: Literal["weighted", "arithmetic", "geometric"] = Field(
+        default="weighted",
+        description="several teachers of one sample: their weighted losses added up, or one loss against a mixture of "
+        "their distributions",
+    )
+    outcome: OutcomeConfig | None = Field(default=None, description="rewards for whole answers, mixed in")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -156,17 +277,22 @@ class ObjectiveConfig(BaseModel):
 
 
 class TrainerConfig(_Section):
-    steps: Positive = 100
+    steps: Steps = 100
     batch_size: Positive = Field(default=64, description="samples an optimiser step learns from")
-    max_staleness: int = Field(
-        default=1, ge=0, description="weight versions a sample may lag behind; 0 is synchronous and reproducible"
+    max_staleness: Count = Field(
+        default=1, description="weight versions a sample may lag behind; 0 is synchronous and reproducible"
     )
-    checkpoint_every: Positive | None = Field(default=None, description="steps; default: at the end and on a stop only")
+    checkpoint_every: Steps | None = Field(default=None, description="steps; default: at the end and on a stop only")
     keep_checkpoints: Positive = 2
+    max_quarantined: Count | None = Field(
+        default=None,
+        description="samples of the run that may be set aside because they cannot be scored or learnt; default: 1 % of "
+        "them, at least 8",
+    )
 
 
 class EvaluationConfig(_Section):
-    every: Positive | None = Field(
+    every: Steps | None = Field(
         default=None, description="steps between evaluations; default: at the start and the end only"
     )
     data: list[DataConfig] = Field(
@@ -184,7 +310,7 @@ class EvaluationConfig(_Section):
 class ObserveConfig(_Section):
     sinks: list[str] = Field(default_factory=lambda: ["jsonl", "tensorboard"])
     progress: Literal["auto", "live", "plain", "none"] = "auto"
-    wandb_project: str | None = None
+    wandb_project: Text | None = None
 
 
 class RunConfig(_Section):
@@ -204,9 +330,9 @@ class RunConfig(_Section):
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     observe: ObserveConfig = ObserveConfig()
-    ray_address: str | None = Field(
+    ray_address: Text | None = Field(
         default=None, description="null starts Ray on this machine; auto or an address joins a cluster"
     )
-    resume: str | None = Field(
+    resume: Text | None = Field(
         default=None, description="auto: go on with the newest unfinished run of this name; or a run's folder"
     )

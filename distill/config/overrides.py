@@ -7,16 +7,27 @@ advice of its own about `+`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from distill.config.models import RunConfig
-from distill.config.schema import KeyPath, UnknownKey, annotation_at, dotted, holds, split
+from distill.config.schema import (
+    KeyPath,
+    UnknownKey,
+    annotation_at,
+    describe,
+    dotted,
+    holds,
+    holds_list,
+    is_mapping,
+    split,
+)
 from distill.errors import ConfigError
 from distill.registry import did_you_mean, nearest
 
@@ -50,30 +61,57 @@ def read_overrides(arguments: Sequence[str], teachers: Iterable[str], data: int)
     """`teachers` are the names, `data` the number of entries that the file has. Raises ConfigError."""
     result, names = Overrides(), set(teachers)
     for argument in arguments:
-        override, key, value = _parse(argument)
-        _check_key(argument, override, key, names, data)
-        group = dotted(key) if len(key) == 1 else str(key[0])
-        is_choice = group in GROUPS and (len(key) == 1 or key[1:] == (GROUPS[group],))
-        if is_choice and override.type is not OverrideType.DEL:
-            result.choices[group] = _choice(argument, group, override)
-            continue
-        if override.type is OverrideType.DEL:
-            if isinstance(key[-1], int):
-                raise ConfigError(
-                    f"{COMMAND_LINE}: {argument!r}: one entry of a list cannot be removed",
-                    why="the entries behind it would move, and other overrides name them by number",
-                    fix=f"write the whole list: {dotted(key[:-1])}=[...]",
-                )
+        written = _split(argument)
+        _check_key(written, names, data)
+        override, value = _parse(written)
+        key = written.key
+        if written.sign == "~":
+            _check_removal(written)
             result.settings.append(f"~{dotted(key)}")
             continue
+        group = str(key[0])
+        if group in GROUPS and (len(key) == 1 or key[1:] == (GROUPS[group],)):
+            result.choices[group] = _choice(argument, group, override)
+            result.keys.add((group, GROUPS[group]))
+            continue
+        _check_shape(written, override.value())
+        if holds_list(annotation_at(key)):  # Hydra would lay it over what is there, or fail to
+            result.settings.append(f"++{dotted(key)}=null")
         result.settings.append(f"++{dotted(key)}={value}")
         result.keys.add(key)
     return result
 
 
+@dataclass(frozen=True)
+class _Written:
+    """One argument, taken apart at its sign (`+`, `++`, `~` or none) and its first `=`."""
+
+    argument: str
+    sign: str
+    key: KeyPath
+    value: str | None
+
+
+def _split(argument: str) -> _Written:
+    text, equals, value = argument.partition("=")
+    name = text.lstrip("+~")
+    sign = text[: len(text) - len(name)]
+    if sign not in ("", "+", "++", "~"):
+        raise ConfigError(
+            f"{COMMAND_LINE}: {argument!r} begins with {sign!r}", fix="+ adds a teacher, ~ removes a setting"
+        )
+    if not equals and sign != "~":
+        raise ConfigError(f"{COMMAND_LINE}: {argument!r} is not key=value", fix=f"write {argument}=VALUE")
+    if not name or not all(str(part) for part in split(name)):
+        raise ConfigError(
+            f"{COMMAND_LINE}: {argument!r} has an empty key", fix="write key=VALUE, as in trainer.steps=100"
+        )
+    return _Written(argument, sign, split(name), value if equals else None)
+
+
 def _choice(argument: str, group: str, override: Override) -> str:
     value = override.value()
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not value:
         raise ConfigError(
             f"{COMMAND_LINE}: {argument!r}: {group} takes the name of an implementation",
             why=f"it is chosen as a whole with {group}=NAME; {group}.{GROUPS[group]}=NAME means the same",
@@ -82,32 +120,79 @@ def _choice(argument: str, group: str, override: Override) -> str:
     return value
 
 
-def _parse(argument: str) -> tuple[Override, KeyPath, str]:
-    """The override, its key, and its value in Hydra's grammar."""
-    key_text, equals, value = argument.partition("=")
-    if not equals and not argument.startswith("~"):
-        raise ConfigError(f"{COMMAND_LINE}: {argument!r} is not key=value", fix=f"write {argument}=VALUE")
-    key = split(key_text.lstrip("+~"))
-    value = _quoted(key, value)
+def _parse(written: _Written) -> tuple[Override, str | None]:
+    """The override as Hydra reads it, and its value in Hydra's grammar."""
+    argument, name = written.argument, dotted(written.key)
+    value = None if written.value is None else _quoted(written.key, written.value)
     try:
-        override = OverridesParser.create().parse_override(f"{key_text}={value}" if equals else argument)
+        override = OverridesParser.create().parse_override(
+            f"{written.sign}{name}" + ("" if value is None else f"={value}")
+        )
     except HydraException as error:
+        if not name.isascii():
+            raise ConfigError(
+                f"{COMMAND_LINE}: {argument!r}: a key here can hold ASCII characters only",
+                fix="set it in the file",
+            ) from error
         raise ConfigError(
             f"{COMMAND_LINE}: cannot read {argument!r}: {str(error).splitlines()[0]}",
-            fix=f"put the value in quotes inside the shell's: '{key_text}=\"{value}\"'",
+            fix=f"put the value in quotes inside the shell's: '{name}=\"{written.value or ''}\"'",
         ) from error
+    except (RecursionError, ValueError) as error:  # ValueError: a number of thousands of digits
+        raise ConfigError(f"{COMMAND_LINE}: the value of {name} is too large or too deep to be read") from error
     if override.is_sweep_override():
         raise ConfigError(
             f"{COMMAND_LINE}: {argument!r} holds several values",
             why="distill-run runs one configuration",
-            fix=f"write a list as {key_text}=[{value}], and start one run for each value otherwise",
+            fix=f"write a list as {name}=[{value}], and start one run for each value otherwise",
         )
-    if override.package is not None or key[0] == "hydra":
+    return override, value
+
+
+def _check_removal(written: _Written) -> None:
+    """What `~` cannot do, it must not seem to do."""
+    key, name = written.key, dotted(written.key)
+    if written.value is not None:
+        raise ConfigError(f"{COMMAND_LINE}: {written.argument!r}: ~ removes, and takes no value", fix=f"write ~{name}")
+    if isinstance(key[-1], int):
         raise ConfigError(
-            f"{COMMAND_LINE}: {key_text!r} is not a setting of a run",
-            fix=did_you_mean(str(key[0]), RunConfig.model_fields),
+            f"{COMMAND_LINE}: {written.argument!r}: one entry of a list cannot be removed",
+            why="the entries behind it would move, and other overrides name them by number",
+            fix=f"write the whole list: {dotted(key[:-1])}=[...]",
         )
-    return override, key, value
+    if name in GROUPS or (len(key) == 2 and key[1] == GROUPS.get(str(key[0]))):
+        raise ConfigError(
+            f"{COMMAND_LINE}: {written.argument!r}: {key[0]} cannot be removed",
+            why="a run has one of each: " + ", ".join(GROUPS),
+            fix=f"choose another with {key[0]}=NAME, or remove one setting of the file with ~{key[0]}.KEY",
+        )
+
+
+def _check_shape(written: _Written, value: Any) -> None:
+    """Hydra lays a mapping over the one that is there: an empty one changes nothing, and a list cannot be laid over."""
+    annotation, name = annotation_at(written.key), dotted(written.key)
+    if not is_mapping(annotation) or value is None:
+        return
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{COMMAND_LINE}: {name} must be {describe(annotation)}, and is {written.value or 'empty'}",
+            fix=f"set what is below it: {name}.KEY=VALUE",
+        )
+    empty = next(_empty_mappings(value, written.key), None)
+    if empty is not None:
+        raise ConfigError(
+            f"{COMMAND_LINE}: {written.argument!r}: an empty mapping changes nothing",
+            why="the mapping given here is laid over the one of the file, key by key",
+            fix=f"remove what the file has with ~{dotted(empty)}.KEY",
+        )
+
+
+def _empty_mappings(value: Mapping[Any, Any], at: KeyPath) -> Iterator[KeyPath]:
+    if not value:
+        yield at
+    for key, below in value.items():
+        if isinstance(below, Mapping):
+            yield from _empty_mappings(below, (*at, str(key)))
 
 
 def _quoted(key: KeyPath, value: str) -> str:
@@ -123,17 +208,23 @@ def _quoted(key: KeyPath, value: str) -> str:
     return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"
 
 
-def _check_key(argument: str, override: Override, key: KeyPath, teachers: set[str], data: int) -> None:
+def _check_key(written: _Written, teachers: set[str], data: int) -> None:
+    key, argument = written.key, written.argument
     section = key[0]
+    if section == "hydra" or "@" in str(section):
+        raise ConfigError(
+            f"{COMMAND_LINE}: {dotted(key)!r} is not a setting of a run",
+            fix=did_you_mean(str(section), RunConfig.model_fields),
+        )
     if section == "teachers" and len(key) > 1 and key[1] not in teachers:
         name = str(key[1])
-        if override.type is not OverrideType.ADD:
+        if written.sign != "+":
             guess = nearest(name, teachers)
             raise ConfigError(
                 f"{COMMAND_LINE}: {dotted(key)}: there is no teacher {name!r}",
                 fix=f"did you mean teachers.{guess}?"
                 if guess
-                else f"teachers: {', '.join(sorted(teachers))}; +{argument} adds one",
+                else f"teachers: {', '.join(sorted(teachers))}; +{argument.lstrip('+~')} adds one",
             )
         teachers.add(name)
     if section == "data" and len(key) > 1 and not (isinstance(key[1], int) and key[1] < data):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -62,6 +62,8 @@ def _child(annotation: Any, key: str | int) -> tuple[bool, Any, tuple[str, ...]]
             known += tuple(fields)
         elif get_origin(kind) is dict:
             return True, get_args(kind)[1], ()
+        elif get_origin(kind) is tuple and isinstance(key, int) and key < len(get_args(kind)):
+            return True, get_args(kind)[key], ()
         elif (get_origin(kind) is list and isinstance(key, int)) or kind is Any:
             return True, (get_args(kind) or (Any,))[0], ()
     return False, None, known
@@ -80,6 +82,17 @@ def annotation_at(path: KeyPath, root: Any = RunConfig) -> Any:
 def holds(annotation: Any, *kinds: type) -> bool:
     """The value may be one of `kinds` itself (not a list or a mapping of it)."""
     return any(kind in members(annotation) for kind in kinds)
+
+
+def is_mapping(annotation: Any) -> bool:
+    """The value must be a mapping: of settings, or of names."""
+    kinds = members(annotation)
+    return bool(kinds) and all(_is_model(kind) or get_origin(kind) is dict for kind in kinds)
+
+
+def holds_list(annotation: Any) -> bool:
+    """The value may be a list."""
+    return any(get_origin(kind) in (list, tuple) for kind in members(annotation))
 
 
 def known_names(path: KeyPath) -> tuple[str, ...]:
@@ -115,8 +128,12 @@ def describe(annotation: Any) -> str:
     for kind in members(annotation):
         if get_origin(kind) is list:
             said.append(f"a list of {_plural(get_args(kind)[0])}")
+        elif get_origin(kind) is tuple:
+            said.append(f"a list of {len(get_args(kind))} {_plural(get_args(kind)[0])}")
         elif get_origin(kind) is dict:
             said.append(f"a mapping of names to {_plural(get_args(kind)[1])}")
+        elif get_origin(kind) is Literal:
+            said.append(f"one of {', '.join(map(str, get_args(kind)))}")
         else:
             said.append("a mapping of settings" if _is_model(kind) else words.get(kind, str(kind)))
     return " or ".join(said)

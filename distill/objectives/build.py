@@ -11,6 +11,7 @@ from distill import registry
 from distill.config.models import ObjectiveConfig
 from distill.errors import ConfigError
 from distill.protocols import Objective
+from distill.types import Signal, SignalSpec, Support
 
 
 def build_objective(config: ObjectiveConfig) -> Objective:
@@ -43,4 +44,27 @@ def build_objective(config: ObjectiveConfig) -> Objective:
             f"objective.name: {config.name!r} does not implement Objective",
             fix="give it `spec`, `contract` and `__call__`, as distill.protocols.Objective says",
         )
-    return objective
+    _check_mixture(config.mixture, objective.spec)
+    if config.outcome is None:
+        return objective
+    # here, because it loads torch
+    from distill.objectives.outcome_mix import with_outcome
+
+    return with_outcome(objective, config.outcome)
+
+
+def _check_mixture(mixture: str, spec: SignalSpec) -> None:
+    """Raises ConfigError for a mixture of teachers that their signal does not tell."""
+    if mixture == "geometric" and spec.signal is not Signal.FULL:
+        raise ConfigError(
+            "objective.mixture: geometric needs the full vocabulary",
+            why="its normaliser is a sum over all tokens",
+            fix="use a divergence with support=full; or mixture=weighted, which for reverse_kl has the same gradient; "
+            "or mixture=arithmetic, which sampled tokens and support=student_topk tell too",
+        )
+    if mixture == "arithmetic" and spec.signal is Signal.TOPK and spec.support is not Support.STUDENT:
+        raise ConfigError(
+            f"objective.mixture: arithmetic needs support=full or student_topk, not {spec.support.value}",
+            why="teachers that answer for tokens of their own choice do not tell one another's probabilities",
+            fix="use support=student_topk, or mixture=weighted",
+        )

@@ -1,28 +1,41 @@
-"""Divergences between the student's and the teacher's next-token distributions: reverse KL, forward KL, JSD.
+"""Divergences between the student's and the teacher's next-token distributions, over all tokens or the top k.
 
 All of them act on the temperature-1 distributions of both models; the sampling temperature only shapes which prefixes
 the student is asked about. Their gradient does not depend on which token was sampled.
 
-Legend: N response tokens, V common vocabulary, K teacher's top-k, C columns compared (V, K, or K + 1 with the tail).
-p student, q teacher.
+Legend: N response tokens, V common vocabulary. p student, q teacher.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from distill.errors import ConfigError, TeacherError
 from distill.objectives import formulas
-from distill.objectives.rows import TokenRows, first, refuse_ignored, require_finite, require_teacher
+from distill.objectives.formulas import Formula
+from distill.objectives.fused import compare_full
+from distill.objectives.rows import (
+    MASS_SLACK,
+    TokenRows,
+    first,
+    given_by_teacher,
+    refuse_ignored,
+    require_finite,
+    require_teacher,
+)
+from distill.objectives.topk import FORMS, WHOSE, compare_topk
 from distill.protocols import Contract
 from distill.registry import did_you_mean
-from distill.types import Signal, SignalSpec
+from distill.types import Signal, SignalSpec, Support
 
-SUPPORTS = ("full", "teacher_topk")
+SUPPORTS = ("full", *(support.value for support in Support))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,125 +43,123 @@ class _Divergence(ABC):
     """What the divergences share: where the two distributions are compared."""
 
     support: str = "full"
-    """full: the whole vocabulary. teacher_topk: the teacher's k most probable tokens."""
+    """full: the whole vocabulary. teacher_topk: the teacher's k most probable tokens. student_topk: those of the
+    weights that wrote the sample. union: both, each token once."""
     k: int = 0
-    """Entries of a top-k row; only with a top-k support."""
-    tail: bool = True
-    """Put everything outside the top-k into one more bucket: a divergence of k+1 outcomes, a lower bound of the full
-    one, which is 0 with no gradient at p = q. Without it both models are renormalised over the k tokens, and the loss
-    is blind to what the student does elsewhere."""
+    """Most probable tokens of each model in the support; only with a support other than full."""
+    form: str = "tail"
+    """What becomes of the tokens outside of a top-k support.
+
+    tail: one more outcome with all their mass; a divergence of k+1 outcomes, a lower bound of the full one, 0 with no
+    gradient at p = q. renormalised: both models are scaled to the support, and the loss is blind to what the student
+    does elsewhere. truncated: the plain sum, no divergence. corrected: the sum of p log(p/q) - p + q, never negative
+    (MOPD, arXiv 2606.30406). The last two exist for the two KLs."""
+
+    _masses: ClassVar[Mapping[str, Formula]] = {}
+    """`truncated` and `corrected`, where the divergence has them: sums over tokens whose mass is not 1."""
 
     def __post_init__(self) -> None:
-        if self.support == "student_topk":
-            raise ConfigError(
-                "objective.support: student_topk is not available yet",
-                why="teachers give their own top-k; they cannot yet be asked about tokens of the student's choice",
-                fix="use objective.support=teacher_topk or full",
-            )
         if self.support not in SUPPORTS:
             raise ConfigError(
                 f"objective.support: there is no {self.support!r}", fix=did_you_mean(self.support, SUPPORTS)
             )
+        if self.form not in FORMS:
+            raise ConfigError(f"objective.form: there is no {self.form!r}", fix=did_you_mean(self.form, FORMS))
         if self.support == "full":
-            refuse_ignored(self, ("k", "tail"), "with support=full")
+            refuse_ignored(self, ("k", "form"), "with support=full")
             return
         if self.k < 1:
             raise ConfigError(
                 f"objective.k: must be at least 1 with support={self.support}, got {self.k}",
                 fix="objective.k=64 covers nearly all of the mass of a trained model",
             )
-        if self.k == 1 and not self.tail:
+        if self.k == 1 and self.form == "renormalised":
             raise ConfigError(
-                "objective: the top 1 without its tail optimises nothing",
-                why="one token renormalised has probability 1 in every model: value and gradient are always 0",
-                fix="set objective.tail=true, or objective.k to at least 2",
+                "objective: the top 1 renormalised optimises nothing",
+                why="one token renormalised has probability 1 in every model: value and gradient are always 0"
+                + (", and so it is in a union wherever both models prefer the same token" * (self.support == "union")),
+                fix="set objective.form=tail, or objective.k to at least 2",
+            )
+        if self.form in ("truncated", "corrected") and self.form not in self._masses:
+            raise ConfigError(
+                f"objective.form: {self.form} is defined for reverse_kl and forward_kl only",
+                why="this divergence compares distributions, and the masses on a support are none",
+                fix="use form=tail, or form=renormalised",
             )
 
     @property
     def spec(self) -> SignalSpec:
-        return SignalSpec(Signal.FULL) if self.support == "full" else SignalSpec(Signal.TOPK, self.k)
+        if self.support == "full":
+            return SignalSpec(Signal.FULL)
+        return SignalSpec(Signal.TOPK, self.k, Support(self.support))
 
     @property
     def contract(self) -> Contract:
         formula, source = self._claim()
-        if self.support == "full":
-            where = ""
-        elif self.tail:
-            where = f" over the teacher's top {self.k} and one tail bucket"
-        else:
-            where = f" over the teacher's top {self.k}, both renormalised"
+        where = ""
+        if self.support != "full":
+            where = f" over {WHOSE[Support(self.support)].format(k=self.k)}, {FORMS[self.form]}"
         return Contract(optimises=formula + where, depends_on_action=False, source=source)
 
     def __call__(self, rows: TokenRows) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss (N,) and metrics (N,): `kl` = KL(p || q) over the columns that the signal tells, and for a full signal
-        `entropy_gap` = H(q) - H(p). `kl` is of the teacher as it is, before any smoothing, and may be infinite where
-        the loss is not.
+        """Loss (N,) and metrics (N,): `kl` = KL(p || q) over the outcomes that are compared (truncated and corrected:
+        the corrected sum), and for a full signal `entropy_gap` = H(q) - H(p). `kl` is of the teacher as it is, before
+        any smoothing, and may be infinite where the loss is not.
 
         Raises TeacherError or StudentError, naming the row and the rule, for a row whose loss is not a finite number.
         """
-        log_p_NC, log_q_NC = self._columns(rows)
-        target_NC = self._target(log_q_NC)
-        loss_N = self._divergence(log_p_NC, target_NC)
-        require_finite(loss_N, rows, target_NC)
-        with torch.no_grad():
-            metrics = {"kl": formulas.kl(log_p_NC, log_q_NC)}
-            if self.support == "full":
-                metrics["entropy_gap"] = formulas.entropy(log_q_NC) - formulas.entropy(log_p_NC)
+        if self.support == "full":
+            return self._full(rows)
+        formula = self._masses.get(self.form, self._formula)
+        loss_N, metrics, log_p_NC, log_q_NC = compare_topk(rows, self.spec, self.form, formula)
+        self._require_finite(loss_N, rows, log_p_NC, log_q_NC)
         return loss_N, metrics
 
     @abstractmethod
     def _claim(self) -> tuple[str, str]:
         """What is minimised over the full vocabulary, and its source."""
 
+    @property
     @abstractmethod
-    def _divergence(self, log_p_NC: Tensor, log_q_NC: Tensor) -> Tensor: ...
+    def _formula(self) -> Formula: ...
 
-    def _target(self, log_q_NC: Tensor) -> Tensor:
-        return log_q_NC
+    @property
+    def _smoothing(self) -> float:
+        return 0.0
 
-    def _columns(self, rows: TokenRows) -> tuple[Tensor, Tensor]:
-        """log p and log q of the outcomes that are compared, each row a distribution."""
-        if self.support == "full":
-            log_q_NV = require_teacher(rows, "full_logp_NV")
-            if log_q_NV.shape != rows.student_logits_NV.shape:
-                raise TeacherError(
-                    f"{rows.describe(0)}: the teacher's rows are {tuple(log_q_NV.shape)}, "
-                    f"the student's {tuple(rows.student_logits_NV.shape)}",
-                    why="both are cut to the common vocabulary before they are compared",
-                )
-            return rows.student_logits_NV.log_softmax(-1), log_q_NV
-        ids_NK, log_q_NK = self._topk(rows)
-        log_p_NK = rows.student_logits_NV.log_softmax(-1).gather(-1, ids_NK)
-        if ids_NK.shape[-1] == rows.vocab_size:
-            return log_p_NK, log_q_NK
-        if not self.tail:
-            return log_p_NK.log_softmax(-1), log_q_NK.log_softmax(-1)
-        log_tail_N = require_teacher(rows, "log_tail_N")
-        student_tail_N = formulas.log_outside(rows.student_logits_NV, ids_NK)
-        return (
-            torch.cat([log_p_NK, student_tail_N[:, None]], -1),
-            torch.cat([log_q_NK, log_tail_N[:, None]], -1),
-        )
+    @property
+    def _ends_at_teacher_zero(self) -> bool:
+        """It is infinite where q = 0 < p. The others are infinite where p = 0 < q, or nowhere."""
+        return False
 
-    def _topk(self, rows: TokenRows) -> tuple[Tensor, Tensor]:
-        log_q_NK = require_teacher(rows, "topk_logp_NK")
-        ids_NK = rows.topk_ids_NK
-        expected = (len(rows.tokens_N), min(self.k, rows.vocab_size))
-        if ids_NK is None or ids_NK.shape != expected or log_q_NK.shape != expected:
-            got = None if ids_NK is None else tuple(ids_NK.shape)
+    def _require_finite(self, loss_N: Tensor, rows: TokenRows, log_p_NC: Tensor, log_q_NC: Tensor) -> None:
+        """`log_p_NC` may be logits: only what is -inf matters."""
+        if not bool(loss_N.detach().isfinite().all()):
+            harmless_NC = log_p_NC.detach() == -torch.inf if self._ends_at_teacher_zero else log_q_NC == -torch.inf
+            require_finite(loss_N, rows, log_q_NC.masked_fill(harmless_NC, 0.0))
+
+    def _full(self, rows: TokenRows) -> tuple[Tensor, dict[str, Tensor]]:
+        log_q_NV = given_by_teacher(rows, "full_logp_NV")
+        if log_q_NV.shape != rows.student_logits_NV.shape:
             raise TeacherError(
-                f"{rows.describe(0)}: the teacher's top-k rows have ids {got} and values {tuple(log_q_NK.shape)}, "
-                f"asked for {expected}"
+                f"{rows.describe(0)}: the teacher's rows are {tuple(log_q_NV.shape)}, "
+                f"the student's {tuple(rows.student_logits_NV.shape)}",
+                why="both are cut to the common vocabulary before they are compared",
             )
-        ordered_NK = ids_NK.sort(-1).values
-        bad_N = (ordered_NK[:, 0] < 0) | (ordered_NK[:, -1] >= rows.vocab_size)
-        bad_N |= (ordered_NK[:, 1:] == ordered_NK[:, :-1]).any(-1)
-        if bool(bad_N.any()):
+        got = compare_full(rows.student_logits_NV, log_q_NV, self._formula, smoothing=self._smoothing)
+        whole_N = (got.mass - 1.0).abs() <= MASS_SLACK
+        if not bool(whole_N.all()):
+            require_teacher(rows, "full_logp_NV")
+            row = first(~whole_N)
+            place = rows.describe(row)
             raise TeacherError(
-                f"{rows.describe(first(bad_N))}: the teacher's top-k names an id twice, or one outside of the common "
-                f"vocabulary of {rows.vocab_size}"
+                f"{place}: the teacher's probabilities add up to {float(got.mass[row]):.6g}, not 1",
+                why="a row must be a distribution over the common vocabulary",
+                fix="cut padded rows of the teacher's head before its softmax, and send log-probabilities, not logits",
+                **place.blame,
             )
-        return ids_NK, log_q_NK
+        self._require_finite(got.loss, rows, rows.student_logits_NV, log_q_NV)
+        return got.loss, {"kl": got.kl, "entropy_gap": got.entropy_gap}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +178,9 @@ class _Smoothed(_Divergence, ABC):
         if self.support != "full":
             refuse_ignored(self, ("teacher_smoothing",), f"with support={self.support}: it needs the full vocabulary")
 
-    def _target(self, log_q_NC: Tensor) -> Tensor:
-        return formulas.smooth(log_q_NC, self.teacher_smoothing) if self.teacher_smoothing else log_q_NC
+    @property
+    def _smoothing(self) -> float:
+        return self.teacher_smoothing
 
     def _smoothing_note(self) -> str:
         return f", q smoothed by {self.teacher_smoothing:g}" if self.teacher_smoothing else ""
@@ -181,11 +193,21 @@ class ReverseKL(_Smoothed):
     Source: the per-token form of MiniLLM (arXiv 2306.08543), over the full vocabulary as in MOPD (arXiv 2606.30406).
     """
 
+    _masses: ClassVar[Mapping[str, Formula]] = {
+        "truncated": formulas.truncated_reverse_kl,
+        "corrected": formulas.corrected_reverse_kl,
+    }
+
     def _claim(self) -> tuple[str, str]:
         return "KL(p || q)" + self._smoothing_note(), "arXiv 2306.08543; arXiv 2606.30406"
 
-    def _divergence(self, log_p_NC: Tensor, log_q_NC: Tensor) -> Tensor:
-        return formulas.kl(log_p_NC, log_q_NC)
+    @property
+    def _ends_at_teacher_zero(self) -> bool:
+        return True
+
+    @property
+    def _formula(self) -> Formula:
+        return formulas.reverse_kl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,11 +217,17 @@ class ForwardKL(_Divergence):
     Source: Hinton et al., arXiv 1503.02531, at temperature 1; on the student's own samples: GKD, arXiv 2306.13649.
     """
 
+    _masses: ClassVar[Mapping[str, Formula]] = {
+        "truncated": formulas.truncated_forward_kl,
+        "corrected": formulas.corrected_forward_kl,
+    }
+
     def _claim(self) -> tuple[str, str]:
         return "KL(q || p)", "arXiv 1503.02531; arXiv 2306.13649"
 
-    def _divergence(self, log_p_NC: Tensor, log_q_NC: Tensor) -> Tensor:
-        return formulas.kl(log_q_NC, log_p_NC)
+    @property
+    def _formula(self) -> Formula:
+        return formulas.forward_kl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +238,9 @@ class JSD(_Smoothed):
     """
 
     beta: float = 0.5
+    scaled: bool = False
+    """Divide by beta (1 - beta). The plain value fades towards both ends and jumps to a KL there; the scaled one runs
+    continuously from KL(q || p) to KL(p || q), and so does the gradient's size."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -220,7 +251,72 @@ class JSD(_Smoothed):
             )
 
     def _claim(self) -> tuple[str, str]:
-        return f"JSD_{self.beta:g}(p, q)" + self._smoothing_note(), "arXiv 2306.13649"
+        inside = 0.0 < self.beta < 1.0
+        kl = "KL(p || q)" if self.beta else "KL(q || p)"
+        jsd = f"JSD_{self.beta:g}(p, q)" + (" / (beta (1 - beta))" if self.scaled else "")
+        return (jsd if inside else kl) + self._smoothing_note(), "arXiv 2306.13649"
 
-    def _divergence(self, log_p_NC: Tensor, log_q_NC: Tensor) -> Tensor:
-        return formulas.jsd(log_p_NC, log_q_NC, self.beta)
+    @property
+    def _ends_at_teacher_zero(self) -> bool:
+        return self.beta == 1.0
+
+    @property
+    def _formula(self) -> Formula:
+        return partial(formulas.jsd, beta=self.beta, scaled=self.scaled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkewKL(_Divergence):
+    """A KL against a mixture of both models, which keeps it finite and its gradient small where they differ much.
+
+    forward: KL(q || a q + (1 - a) p). reverse: KL(p || (1 - a) q + a p). Source: DistiLLM, arXiv 2402.03898.
+    """
+
+    alpha: float = 0.1
+    """Share of the distribution on the left in the mixture; 0.1 is DistiLLM's choice. 0 is the plain KL."""
+    direction: Literal["forward", "reverse"] = "forward"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.direction not in ("forward", "reverse"):
+            raise ConfigError(
+                f"objective.direction: there is no {self.direction!r}",
+                fix=did_you_mean(str(self.direction), ("forward", "reverse")),
+            )
+        if not 0.0 <= self.alpha < 1.0:
+            raise ConfigError(
+                f"objective.alpha: must be at least 0 and less than 1, got {self.alpha}",
+                why="at 1 a distribution is compared with itself, which teaches nothing",
+            )
+
+    def _claim(self) -> tuple[str, str]:
+        a = f"{self.alpha:g}"
+        claims = {
+            "forward": f"KL(q || {a} q + (1 - {a}) p)",
+            "reverse": f"KL(p || (1 - {a}) q + {a} p)",
+        }
+        return claims[self.direction], "arXiv 2402.03898"
+
+    @property
+    def _ends_at_teacher_zero(self) -> bool:
+        return self.direction == "reverse" and self.alpha == 0.0
+
+    @property
+    def _formula(self) -> Formula:
+        forms = {"forward": formulas.skew_forward_kl, "reverse": formulas.skew_reverse_kl}
+        return partial(forms[self.direction], alpha=self.alpha)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TotalVariation(_Divergence):
+    """TV(p, q) = sum_v |p - q| / 2, at most 1. The gradient sees only which of the two is larger, not by how much.
+
+    Source: f-distill, arXiv 2307.15190.
+    """
+
+    def _claim(self) -> tuple[str, str]:
+        return "TV(p, q), which has a corner at p = q", "arXiv 2307.15190"
+
+    @property
+    def _formula(self) -> Formula:
+        return formulas.total_variation

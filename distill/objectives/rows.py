@@ -6,32 +6,56 @@ Legend: N response tokens, V common vocabulary, K entries of a top-k row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from distill.errors import ConfigError, DistillError, StudentError, TeacherError
+from distill.objectives.fused import compute_dtype
 
 LOGP_SLACK = 1e-2
 """How far above 0 rounding may lift a log-probability: float16 has 11 significant bits, and a sum over a large
 vocabulary in float32 loses some more. Anything above is not a log-probability."""
 
+MASS_SLACK = 2e-2
+"""How far from 1 rounding may move the sum of a teacher's probabilities: float16 rounds log q
+down to -32 by up to 2^-7, and a sum whose terms all err to one side is off by as much. Beyond is no distribution."""
 
-def _row_number(row: int) -> str:
-    return f"row {row}"
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which row an error is about. `sample_id` and `teacher` are empty where nobody knows them."""
+
+    text: str
+    sample_id: str = ""
+    teacher: str = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def blame(self) -> dict[str, str]:
+        """For an error that is this row's alone: the run can go on without its sample."""
+        return {"sample_id": self.sample_id, "teacher": self.teacher}
+
+
+def _row_number(row: int) -> Place:
+    return Place(f"row {row}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRows:
-    """N response tokens that one teacher scored. Row n is about the distribution that predicts `tokens_N[n]`.
+    """N trained response tokens that one teacher scored. Row n is about the distribution that predicts `tokens_N[n]`.
 
     Both models at temperature 1, whatever temperature sampled the tokens; every vocabulary axis already cut to V.
+    Tokens whose loss mask is 0 have no row. Rows of one sample stand together, in order.
     """
 
     student_logits_NV: Tensor
-    """Raw logits, float32 or float64; the only member with a gradient. Results have its dtype."""
+    """Raw logits, the only member with a gradient. Results have its dtype, or float32 for half precision."""
     tokens_N: Tensor
     """int64: the sampled tokens."""
     behaviour_logp_N: Tensor
@@ -39,17 +63,49 @@ class TokenRows:
     teacher_logp_N: Tensor
     """log q of the sampled tokens."""
     topk_ids_NK: Tensor | None = None
-    """int64, no id twice in a row."""
+    """int64, no id twice in a row; -1 in slots that are not used."""
     topk_logp_NK: Tensor | None = None
+    """log q at those ids; -inf in slots that are not used."""
     log_tail_N: Tensor | None = None
-    """log(1 - mass of the top-k)."""
+    """log(1 - mass of q on those ids)."""
     full_logp_NV: Tensor | None = None
-    describe: Callable[[int], str] = _row_number
+    sample_N: Tensor | None = None
+    """int64: which sample a row belongs to, rising. None: every row is a sample of its own."""
+    span_N: Tensor | None = None
+    """int64: which byte span of its sample a token belongs to, where the teacher has another tokenizer; -1: none. A
+    span's log q then stands at one of its rows in `teacher_logp_N`, 0 at the others; all of its tokens are trained."""
+    outcome_N: Tensor | None = None
+    """Advantage of the sample's outcome, the same for all of its rows, where rewards are mixed in."""
+    prox_logp_N: Tensor | None = None
+    """log of the proximal policy's probability of the token, for decoupled PPO. None: today's student."""
+    advantage_N: Tensor | None = None
+    """What `SequenceObjective.condition` found; constant."""
+    gate_N: Tensor | None = None
+    """What `SequenceObjective.condition` found; constant."""
+    describe: Callable[[int], Place] = _row_number
     """Names a row in an error message: its sample, teacher and position."""
 
     @property
     def vocab_size(self) -> int:
         return self.student_logits_NV.shape[-1]
+
+    def cut(self, keep: slice | Tensor, logits_CV: Tensor) -> TokenRows:
+        """C of the rows, `keep` of them in rising order (an index lies on the CPU), with the logits of just these.
+
+        The other members follow the logits to their device; a slice copies nothing that is there already.
+        """
+        members = {field.name: getattr(self, field.name) for field in fields(self)}
+        chosen = {
+            name: value[keep].to(logits_CV.device)
+            for name, value in members.items()
+            if isinstance(value, Tensor) and name != "student_logits_NV"
+        }
+        describe = partial(_describe_cut, self.describe, keep)
+        return replace(self, student_logits_NV=logits_CV, describe=describe, **chosen)
+
+
+def _describe_cut(describe: Callable[[int], Place], keep: slice | Tensor, row: int) -> Place:
+    return describe((keep.start or 0) + row if isinstance(keep, slice) else int(keep[row]))
 
 
 def first(bad_N: Tensor) -> int:
@@ -57,12 +113,8 @@ def first(bad_N: Tensor) -> int:
     return int(bad_N.int().argmax())
 
 
-def require_teacher(rows: TokenRows, name: str) -> Tensor:
-    """The member `name` of the rows in the dtype of the student's logits, checked to hold log-probabilities.
-
-    Raises TeacherError when the teacher did not give it, or where it holds NaN, +inf or a value above 0. -inf is a
-    probability of zero and is allowed.
-    """
+def given_by_teacher(rows: TokenRows, name: str) -> Tensor:
+    """The member `name` of the rows. Raises TeacherError when the teacher did not give it."""
     value: Tensor | None = getattr(rows, name)
     if value is None:
         raise TeacherError(
@@ -70,14 +122,25 @@ def require_teacher(rows: TokenRows, name: str) -> Tensor:
             why="the objective needs a richer signal than this teacher gave",
             fix="choose an objective that needs less, or a teacher backend that can give it",
         )
-    value = value.to(rows.student_logits_NV.dtype)
+    return value
+
+
+def require_teacher(rows: TokenRows, name: str) -> Tensor:
+    """The member `name` of the rows in the dtype of the losses, checked to hold log-probabilities.
+
+    Raises TeacherError when the teacher did not give it, or where it holds NaN, +inf or a value above 0. -inf is a
+    probability of zero and is allowed.
+    """
+    value = given_by_teacher(rows, name).to(compute_dtype(rows.student_logits_NV))
     # amax carries a NaN along, and a NaN compares false
     if value.numel() and not bool(value.amax() <= LOGP_SLACK):
         row = first(~(value.reshape(len(value), -1).amax(-1) <= LOGP_SLACK))
+        place = rows.describe(row)
         raise TeacherError(
-            f"{rows.describe(row)}: the teacher's {name.rsplit('_', 1)[0]} holds NaN, +inf or a value above 0",
+            f"{place}: the teacher's {name.rsplit('_', 1)[0]} holds NaN, +inf or a value above 0",
             why="a log-probability is at most 0; nothing is clamped, so that a broken teacher cannot go unnoticed",
             fix="check the teacher's weights and dtype: float16 overflows in some models",
+            **place.blame,
         )
     return value
 
@@ -106,17 +169,20 @@ def _broken_row(rows: TokenRows, row: int, teacher: Tensor) -> DistillError:
         return StudentError(
             f"{where}: the log-probability of the sampled token is {float(rows.behaviour_logp_N[row])}",
             why="the importance weight p/mu needs the probability with which the token was sampled",
+            **where.blame,
         )
     if bool((teacher[row] == -torch.inf).any()):
         return TeacherError(
             f"{where}: the teacher gives probability 0 to what the student may do (q = 0 where p > 0)",
             why="the divergence is infinite there, and is not clamped",
             fix="use jsd, or teacher_smoothing with the full vocabulary, or forward_kl",
+            **where.blame,
         )
     return StudentError(
         f"{where}: the student gives probability 0 to what the teacher may do (p = 0 where q > 0), or the loss is huge",
         why="the divergence is infinite there, and is not clamped",
         fix="use jsd or reverse_kl, or lower student.lr",
+        **where.blame,
     )
 
 

@@ -56,6 +56,8 @@ class History:
     spans: deque[Span] = field(default_factory=lambda: deque[Span](maxlen=KEPT_SPANS))
     timeline: Timeline = field(default_factory=Timeline)
     swaps: dict[str, int] = field(default_factory=dict[str, int])
+    quarantined: dict[str, int] = field(default_factory=dict[str, int])
+    """Samples that were set aside, by the teacher at fault ("": no teacher)."""
     last: StepRecord | None = None
     _swaps_before: dict[str, int] = field(default_factory=dict[str, int])
     _stay: dict[str, Visit] = field(default_factory=dict[str, Visit])

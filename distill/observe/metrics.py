@@ -18,11 +18,13 @@ class Metric:
 
 
 METRICS: dict[str, Metric] = {
-    "train/loss": Metric("nat", "mean", "the objective, mean over the batch's response tokens"),
+    "train/loss": Metric("nat", "mean", "the objective, over the batch as `objective.reduction` says"),
     "train/grad_norm": Metric("1", "mean", "norm of the gradient before clipping"),
     "train/lr": Metric("1", "last", "learning rate of the step"),
     "train/samples": Metric("sample", "sum", "samples that the step learnt from"),
     "train/tokens": Metric("token", "sum", "response tokens that carried a loss"),
+    "quarantine/samples": Metric("sample", "sum", "samples of the step's batch that were set aside, and not learnt"),
+    "reward/<domain>": Metric("1", "mean", "mean reward of the batch's samples of a domain, where outcomes count"),
     "train/response_tokens": Metric("token", "mean", "mean length of the batch's responses"),
     "teacher/kl/<teacher>": Metric(
         "nat", "mean", "KL(student ‖ teacher), mean over the tokens that the teacher scored"
@@ -32,6 +34,7 @@ METRICS: dict[str, Metric] = {
     ),
     "teacher/entropy_gap/<teacher>": Metric("nat", "mean", "entropy of the teacher minus entropy of the student"),
     "teacher/queue_age_s/<teacher>": Metric("s", "max", "how long the teacher's oldest waiting sample has waited"),
+    "teacher/quarantined/<teacher>": Metric("sample", "sum", "samples of the batch set aside because of the teacher"),
     "teacher/swaps/<teacher>": Metric("1", "last", "times the teacher was loaded into a slot, since the run began"),
     "staleness/max": Metric("version", "max", "weight versions that the oldest token of the batch lags behind"),
     "staleness/mean": Metric("version", "mean", "the same, mean over samples, each by its oldest token"),
@@ -69,9 +72,9 @@ def metric(name: str) -> Metric:
     """The table's entry; "teacher/kl/math" is one of "teacher/kl/<teacher>". Raises KeyError if there is none."""
     if name in METRICS and "<" not in name:
         return METRICS[name]
-    family = "/".join(name.split("/", 2)[:2])
-    if family in _FAMILIES and len(name) > len(family) + 1:
-        return METRICS[_FAMILIES[family]]
+    for family in ("/".join(name.split("/")[:2]), name.partition("/")[0]):
+        if family in _FAMILIES and len(name) > len(family) + 1:
+            return METRICS[_FAMILIES[family]]
     raise KeyError(f"{name!r} is not in distill.observe.metrics.METRICS")
 
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.text import Text
@@ -30,12 +30,36 @@ from distill.types import ScoredSample, StepResult
 EVENTS_FILE = "events.log"
 
 
-class RunConsole(Console):
-    """A terminal that may go away, as in `distill-run | head`: the run goes on without it."""
+class _Output:
+    """Standard output, whose reader may leave (`distill-run | head`) or whose disk may fill: then nothing is said."""
 
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._leave()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._leave()
+
+    def _leave(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def run_console() -> Console:
+    """A console on standard output. Without any (`>&-`) it is silent."""
+    stream = cast(TextIO | None, sys.stdout)
+    return Console(file=cast(TextIO, _Output(stream)) if stream is not None else None)
 
 
 class Observer:
@@ -62,7 +86,7 @@ class Observer:
         self._origin = time.monotonic()
         self._run_dir = run_dir
         self._config_text = config_text
-        self._console = console or RunConsole()
+        self._console = console or run_console()
         self._history = History(run_name, total_steps, tuple(teachers), dict(domain_teachers))
         run_dir.mkdir(parents=True, exist_ok=True)
         sinks = dict.fromkeys(["jsonl", *config.sinks])
@@ -104,6 +128,7 @@ class Observer:
         result: StepResult,
         samples: Sequence[ScoredSample],
         *,
+        set_aside: Mapping[str, int],
         queue_age_s: Mapping[str, float],
         swaps: Mapping[str, int],
         publish: PublishResult | None,
@@ -111,7 +136,8 @@ class Observer:
     ) -> None:
         """One optimiser step was done on these samples, and its weights were published.
 
-        `queue_age_s` and `swaps` are per teacher, the swaps counted since this process began.
+        `set_aside` counts what the batch lacks by the teacher at fault ("": no teacher). `queue_age_s` and `swaps` are
+        per teacher, the swaps counted since this process began.
         """
         history, counters, now = self._history, self._history.counters, self.clock()
         lags = [result.version - 1 - item.sample.oldest_version for item in samples]
@@ -124,6 +150,9 @@ class Observer:
         self._update_memory()
         values = {
             **_train_metrics(result, samples, lags),
+            **_reward_metrics(samples),
+            "quarantine/samples": float(sum(set_aside.values())),
+            **{f"teacher/quarantined/{name}": float(count) for name, count in set_aside.items() if name},
             **self._work_metrics(now),
             **{f"teacher/queue_age_s/{name}": age for name, age in queue_age_s.items()},
             **{f"teacher/swaps/{name}": float(count) for name, count in history.swaps.items()},
@@ -147,6 +176,10 @@ class Observer:
         values = {accuracy: record.accuracy, f"eval/kl/{record.domain}": record.kl}
         self._write(record.step, {name: value for name, value in values.items() if value is not None})
         self._progress.evaluation(record)
+
+    def quarantined(self, counts: Mapping[str, int], /) -> None:
+        """So many samples of the whole run were set aside, by the teacher at fault ("": no teacher)."""
+        self._history.quarantined = dict(counts)
 
     def evaluated(self, who: str) -> bool:
         """There is an evaluation of "base", "student" or this teacher, made now or before a resume."""
@@ -227,6 +260,14 @@ class Observer:
         working = sum(high - low for low, high in own.within(self._step_ended, now))
         values["time/wait_samples_s"] = max(values["time/step_s"] - working, 0.0)
         return values
+
+
+def _reward_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
+    rewards: dict[str, list[float]] = {}
+    for item in samples:
+        if item.sample.reward is not None:
+            rewards.setdefault(item.sample.domain, []).append(item.sample.reward)
+    return {f"reward/{domain}": sum(marks) / len(marks) for domain, marks in rewards.items()}
 
 
 def _train_metrics(result: StepResult, samples: Sequence[ScoredSample], lags: Sequence[int]) -> dict[str, float]:

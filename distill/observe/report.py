@@ -84,12 +84,14 @@ def _drawn(figures: Sequence[Figure]) -> list[Figure]:
 
 
 def _tiles(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    quarantined = result["quarantined"]["samples"]
     return [
         ("weight updates", str(result["weight_updates"])),
         ("teacher swaps", str(result["teacher_swaps"])),
         ("overlap", percent(result["overlap"])),
         ("max staleness", str(result["max_staleness_seen"])),
         ("samples", f"{result['samples']:,}"),
+        *([("set aside", f"{quarantined:,}")] if quarantined else []),
         ("tokens", number(result["tokens"])),
         ("wall time", duration(result["wall_s"])),
         ("peak memory", f"{result['peak_memory_gb']:.2f} GB"),
@@ -121,6 +123,11 @@ def _learning(history: History, series: Series) -> list[Figure]:
         for index, domain in enumerate(row.domain for row in history.domains())
     ]
     staleness = [Line(name, _points(series, f"staleness/{name}"), c) for name, c in (("max", "c0"), ("mean", "c1"))]
+    rewarded = sorted(name for name in series if name.startswith("reward/"))
+    rewards = [
+        Line(name.removeprefix("reward/"), _points(series, name), colour(index)) for index, name in enumerate(rewarded)
+    ]
+    set_aside = [Line("samples", _points(series, "quarantine/samples"), "c0")] if history.quarantined else []
     loss = [Line("loss", _points(series, "train/loss"), "c0")]
     norm = [Line("gradient norm", _points(series, "train/grad_norm"), "c4")]
     return [
@@ -132,6 +139,8 @@ def _learning(history: History, series: Series) -> list[Figure]:
         _lines(
             "KL on held-out answers", "KL(student ‖ teacher) per domain on the same answers each time, nat", kl_lines
         ),
+        _lines("Reward", "mean reward of each domain's samples in a step", rewards),
+        _lines("Samples set aside", "in each step; quarantine.jsonl says why", set_aside),
         _lines("Loss", "the objective, mean over response tokens", loss),
         _lines("Gradient norm", "before clipping", norm),
         _lines("Staleness", "weight versions that a batch's oldest tokens lag behind", staleness),

@@ -45,6 +45,10 @@ def summary(history: History, status: str, *, wall_s: float, run_dir: Path, expo
         "max_staleness_seen": counters.max_staleness,
         "samples": counters.samples,
         "tokens": counters.tokens,
+        "quarantined": {
+            "samples": sum(history.quarantined.values()),
+            "teachers": {name: count for name, count in history.quarantined.items() if name},
+        },
         "wall_s": wall_s,
         "busy_s": busy,
         "overlap": history.timeline.overlap() / wall_s if wall_s > 0 else 0.0,
@@ -90,6 +94,9 @@ def closing_lines(result: dict[str, Any]) -> list[str]:
         f"KL to the teacher, {domain}: {ends['first']:.4f} -> {ends['last']:.4f} nat"
         for domain, ends in result["kl"].items()
     ]
+    quarantined = result["quarantined"]["samples"]
+    if quarantined:
+        lines.append(f"{quarantined} samples could not be used and were set aside: quarantine.jsonl says why")
     if not result["domains"]:
         lines.append("evaluation.data names no held-out prompts: accuracy was not measured")
     if result["export_dir"]:

@@ -1,12 +1,13 @@
 """Everything that can be known of a run before a model is loaded: files, tokenizers, prompts, the machine.
 
-`folder` reads model folders, `vocabulary` compares tokenizers, `data` reads prompts, `machine` looks at disk and ports,
-`prepare` runs a recipe's script, `inspection` puts them in order.
+`folder` reads model folders, `vocabulary` compares tokenizers, `data` reads prompts. `machine` looks at disk and ports,
+`programs` at interpreters and devices, `parts` at the user's own classes. `prepare` runs a recipe's script, and
+`inspection` puts all of it in order.
 """
 
 from distill.preflight.data import Prompts
 from distill.preflight.folder import ModelFolder
-from distill.preflight.inspection import Models, Preflight, TeacherFolder, inspect
+from distill.preflight.inspection import Models, Preflight, TeacherFolder, inspect, inspect_early
 from distill.preflight.prepare import is_prepared, prepare
 from distill.preflight.vocabulary import Vocabulary
 
@@ -18,6 +19,7 @@ __all__ = [
     "TeacherFolder",
     "Vocabulary",
     "inspect",
+    "inspect_early",
     "is_prepared",
     "prepare",
 ]

@@ -27,6 +27,8 @@ class Prompts:
 def load_prompts(config: RunConfig, tokenizer: Any, context_length: int, tightest: str) -> Prompts:
     """`tightest` names the setting that limits the context to `context_length`. Raises ConfigError."""
     rows = [row for source in config.data for row in read_rows(source, config.teachers)]
+    if config.objective.outcome is not None:
+        _check_outcomes(rows, config.objective.outcome.grader)
     encoded = [encode(row, tokenizer) for row in rows]
     _check_length(rows, encoded, config.rollout.max_new_tokens, "rollout.max_new_tokens", context_length, tightest)
     counts = {name: sum(name in row.teachers for row in rows) for name in config.teachers}
@@ -41,6 +43,16 @@ def load_prompts(config: RunConfig, tokenizer: Any, context_length: int, tightes
     _check_steps(config, stream)
     held_out, longest = _held_out(config, rows, tokenizer, context_length, tightest)
     return Prompts(stream, held_out, max(longest, *(len(ids) for ids in encoded), 0), counts)
+
+
+def _check_outcomes(rows: Sequence[PromptRow], grader: str) -> None:
+    without = [row for row in rows if row.answer is None]
+    if without:
+        raise ConfigError(
+            f"{without[0].place}: no answer, as in {len(without)} of {len(rows)} prompts, and objective.outcome is set",
+            why=f"the grader {grader} gives each sample its reward by the answer of its prompt",
+            fix="name the column in the data entry's `answer_field`, fill it, or remove objective.outcome",
+        )
 
 
 def prompts_needed(config: RunConfig) -> int:

@@ -105,13 +105,13 @@ def existing_folder(path: Path, role: str) -> Path:
 
 def read_json(path: Path, role: str) -> dict[str, Any]:
     """A JSON object. Raises ConfigError."""
+    if not path.is_file():  # a pipe of this name would be waited for
+        raise ConfigError(f"{role}: {path.parent} has no {path.name}", fix="give the folder that save_pretrained wrote")
     try:
         values = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{role}: {path.parent} has no {path.name}", fix="give the folder that save_pretrained wrote"
-        ) from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{role}: {path} cannot be read: {error.strerror}", fix="check who may read it") from error
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{role}: {path} is not valid JSON: {error}", fix="save or copy the folder again") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{role}: {path} is not a JSON object", fix="save or copy the folder again")
@@ -171,7 +171,7 @@ def read_header(file: Path, role: str, broken: type[DistillError]) -> dict[str, 
             spans = {
                 name: (int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for name, entry in entries.items()
             }
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
             raise broken(f"{role}: the header of {file} is damaged: {error}", fix=fix) from error
     for name, (begin, end) in spans.items():
         if tensors[name].dtype in _BITS and end - begin != _bytes(tensors[name]):

@@ -5,27 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from distill.config import RunConfig, TeacherConfig
 from distill.errors import ConfigError, StudentError, TeacherError
 from distill.objectives.build import build_objective
 from distill.preflight import machine
 from distill.preflight.data import Prompts, load_prompts, prompts_needed
-from distill.preflight.folder import ModelFolder, existing_folder, inspect_folder, read_json, read_tensors
-from distill.preflight.vocabulary import Vocabulary, check_rows, check_same, end_ids, load_vocabulary
+from distill.preflight.folder import ModelFolder, existing_folder, inspect_folder, read_json
+from distill.preflight.parts import check_parts
+from distill.preflight.programs import check_programs
+from distill.preflight.vocabulary import Vocabulary, check_ends, check_rows, check_same, end_ids, load_vocabulary
 from distill.protocols import Objective
+from distill.run_folder import foresee
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
 class TeacherFolder:
-    """A teacher on disk. `model` is what is loaded: the teacher itself, or the base of an adapter."""
+    """A teacher on disk."""
 
     name: str
     model: ModelFolder
-    adapter: Path | None
     tokenizer: Path
     slot_bytes: int
     """Weight bytes in a slot, in the servers' dtype."""
@@ -79,10 +80,11 @@ class Plan:
 
 def inspect(config: RunConfig) -> Preflight:
     """Raises the DistillError of the first thing that is wrong: ConfigError, EnvironmentFault, TeacherError, ..."""
-    machine.check_resume(config)
+    notes = inspect_early(config)
     models = inspect_models(config)
-    vocabulary = inspect_vocabulary(models)
-    notes = [note for each in _folders(models) if (note := check_rows(each, vocabulary.size))]
+    vocabulary, ends, end_notes = inspect_vocabulary(models)
+    notes += end_notes
+    notes += [note for each in _folders(models) if (note := check_rows(each, vocabulary.size))]
     prompts = inspect_prompts(config, models, vocabulary)
     objective = inspect_objective(config, vocabulary)
     needed = machine.check_disk(config, models.student.parameters)
@@ -91,13 +93,21 @@ def inspect(config: RunConfig) -> Preflight:
         models=models,
         vocabulary=vocabulary,
         vocab_size=vocabulary.size,
-        end_ids=end_ids(models.student, vocabulary),
+        end_ids=ends,
         prompts=prompts,
         objective=objective,
         disk_bytes=needed,
         notes=tuple(notes),
         plan=make_plan(config, models, prompts),
     )
+
+
+def inspect_early(config: RunConfig) -> list[str]:
+    """What can be told before a recipe has made its models and prompts. Returns notes; raises as `inspect` does."""
+    foresee(config)
+    check_parts(config)
+    note = check_programs(config)
+    return [note] if note else []
 
 
 def inspect_models(config: RunConfig) -> Models:
@@ -125,12 +135,22 @@ def inspect_models(config: RunConfig) -> Models:
     )
 
 
-def inspect_vocabulary(models: Models) -> Vocabulary:
-    """The student's vocabulary, once every teacher is known to share it."""
+def inspect_vocabulary(models: Models) -> tuple[Vocabulary, tuple[int, ...], list[str]]:
+    """The student's vocabulary, once every teacher is known to share it; the ids that end an answer; and notes."""
     vocabulary = load_vocabulary(models.student_tokenizer, "student")
+    ends = end_ids(models.student.path, vocabulary)
+    if not ends:
+        raise ConfigError(
+            "student: its tokenizer has no end token",
+            why="every answer would run to rollout.max_new_tokens, and the student could not learn to stop",
+            fix="set eos_token in tokenizer_config.json",
+        )
+    notes: list[str] = []
     for name, teacher in models.teachers.items():
-        check_same(vocabulary, models.student_tokenizer, teacher.tokenizer, f"teachers.{name}")
-    return vocabulary
+        own = check_same(vocabulary, models.student_tokenizer, teacher.tokenizer, f"teachers.{name}")
+        note = check_ends(vocabulary, ends, end_ids(teacher.model.path, own), f"teachers.{name}", models.student.path)
+        notes += [note] if note else []
+    return vocabulary, ends, notes
 
 
 def inspect_prompts(config: RunConfig, models: Models, vocabulary: Vocabulary) -> Prompts:
@@ -168,26 +188,30 @@ def _folders(models: Models) -> tuple[ModelFolder, ...]:
 
 def _teacher(name: str, teacher: TeacherConfig, itemsize: int) -> TeacherFolder:
     role = f"teachers.{name}"
-    is_adapter = (existing_folder(teacher.model, f"{role}.model") / "adapter_config.json").is_file()
-    if teacher.base is None:
-        if is_adapter and not (teacher.model / "config.json").is_file():
-            declared: Any = read_json(teacher.model / "adapter_config.json", role).get("base_model_name_or_path")
+    folder = existing_folder(teacher.model, f"{role}.model")
+    if teacher.base is not None or not (folder / "config.json").is_file():
+        _refuse_adapter(folder, teacher.base, role)
+    model = inspect_folder(folder, f"{role}.model", TeacherError)
+    return TeacherFolder(name, model, teacher.tokenizer or folder, model.loaded_bytes(itemsize))
+
+
+def _refuse_adapter(folder: Path, base: Path | None, role: str) -> None:
+    """Raises ConfigError for an adapter, and for a base that would be ignored."""
+    if not (folder / "adapter_config.json").is_file():
+        if base is not None:
             raise ConfigError(
-                f"{role}: {teacher.model} is a LoRA adapter, and {role}.base does not say of which model",
-                fix=f"give {role}.base" + (f"; the adapter was trained on {declared}" if declared else ""),
+                f"{role}.base: {base} would be ignored: {folder} has no adapter_config.json, so it is a whole model",
+                fix=f"remove {role}.base",
             )
-        model = inspect_folder(teacher.model, f"{role}.model", TeacherError)
-        return TeacherFolder(name, model, None, teacher.tokenizer or teacher.model, model.loaded_bytes(itemsize))
-    if not is_adapter:
-        raise ConfigError(
-            f"{role}: {teacher.model} has no adapter_config.json, and {role}.base is given",
-            fix=f"give an adapter's folder, or remove {role}.base",
-        )
-    read_tensors(teacher.model, f"{role}.model", TeacherError, single="adapter_model.safetensors")
-    model = inspect_folder(teacher.base, f"{role}.base", TeacherError)
-    has_tokenizer = (teacher.model / "tokenizer_config.json").is_file()
-    tokenizer = teacher.tokenizer or (teacher.model if has_tokenizer else teacher.base)
-    return TeacherFolder(name, model, teacher.model, tokenizer, model.loaded_bytes(itemsize))
+        return
+    over = base or read_json(folder / "adapter_config.json", role).get("base_model_name_or_path")
+    raise ConfigError(
+        f"{role}: {folder} is a LoRA adapter{f' over {over}' if over else ''}, which a slot cannot load",
+        why="teachers take turns as whole models whose weights are checked against their files after each load; "
+        "an adapter merged in a server has no such file",
+        fix="merge it into its base (peft: merge_and_unload, save_pretrained), name the merged folder in "
+        f"{role}.model" + (f" and remove {role}.base" if base else ""),
+    )
 
 
 def _slot_budget(config: RunConfig, teachers: Mapping[str, TeacherFolder]) -> int:

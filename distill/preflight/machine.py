@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from distill.config import RunConfig
-from distill.errors import ConfigError, EnvironmentFault, ServerError
+from distill.errors import EnvironmentFault, ServerError
 
 _MASTER, _MOMENTS = 4, 8
 """Bytes a parameter of float32 weights and of AdamW's two moments."""
@@ -82,12 +82,3 @@ def _check_reachable(url: str) -> None:
             f"no server answers at {url}: {error} (waited {_CONNECT_TIMEOUT_S:g} s at most)",
             fix="start it, or correct server.rollout_urls and server.teacher_urls",
         ) from error
-
-
-def check_resume(config: RunConfig) -> None:
-    """Raises ConfigError when the run to go on with does not exist."""
-    if config.resume not in (None, "auto") and not Path(config.resume).is_dir():
-        raise ConfigError(
-            f"resume: there is no run folder {config.resume}",
-            fix="give the folder of a run (the one with checkpoints/ in it), or resume=auto for the newest one",
-        )

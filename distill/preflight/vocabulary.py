@@ -1,19 +1,21 @@
 """One vocabulary for everybody: the student's tokenizer, its equality with every teacher's, the ids that end an answer.
 
 Teachers read the very ids that the student wrote. A teacher whose tokenizer differs would score other words than those.
+Which id ends an answer is no part of that equality: a base model and its chat model share their ids and often end with
+different ones. It is compared by itself, because a student learns its end from its teachers.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distill.errors import ConfigError
-from distill.preflight.folder import ModelFolder, existing_folder
+from distill.preflight.folder import ModelFolder, existing_folder, read_json
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
@@ -60,7 +62,6 @@ def load_vocabulary(path: Path, role: str) -> Vocabulary:
     inner: dict[str, Any] = json.loads(backend.to_str()) if backend is not None else {}
     model: dict[str, Any] = inner.get("model") or {}
     parts = {
-        "end token": tokenizer.eos_token_id,
         "begin token": tokenizer.bos_token_id,
         "added tokens": inner.get("added_tokens"),
         "normalizer": inner.get("normalizer"),
@@ -72,16 +73,17 @@ def load_vocabulary(path: Path, role: str) -> Vocabulary:
     return Vocabulary(tokenizer, tokens, parts, hashlib.sha256(canonical).hexdigest())
 
 
-def check_same(student: Vocabulary, student_path: Path, path: Path, role: str) -> None:
-    """Raises ConfigError, which shows where the two tokenizers first differ."""
+def check_same(student: Vocabulary, student_path: Path, path: Path, role: str) -> Vocabulary:
+    """The vocabulary in `path`. Raises ConfigError, which shows where the two tokenizers first differ."""
     if _same_files(student_path, path):
-        return
+        return student
     other = load_vocabulary(path, role)
     if other.fingerprint == student.fingerprint:
-        return
+        return other
     raise ConfigError(
         f"{role}: its tokenizer in {path} is not the student's: {_difference(student, other)}",
-        why="a teacher scores the ids that the student wrote: under another tokenizer they spell other words",
+        why="a teacher scores the ids that the student wrote: under another tokenizer they spell other words, and "
+        "nothing here translates",
         fix="use teachers and a student of one family, whose tokenizers are equal",
     )
 
@@ -134,18 +136,36 @@ def check_rows(model: ModelFolder, size: int) -> str | None:
     return None
 
 
-def end_ids(student: ModelFolder, vocabulary: Vocabulary) -> tuple[int, ...]:
-    """The ids that end an answer: the tokenizer's and generation_config.json's. Raises ConfigError without any."""
-    found: set[int] = set()
-    generation = student.path / "generation_config.json"
-    written = json.loads(generation.read_bytes()).get("eos_token_id") if generation.is_file() else None
-    for value in (vocabulary.tokenizer.eos_token_id, *(written if isinstance(written, list) else [written])):
-        if isinstance(value, int) and 0 <= value < vocabulary.size:
-            found.add(value)
-    if not found:
-        raise ConfigError(
-            "student: its tokenizer has no end token",
-            why="every answer would run to rollout.max_new_tokens, and the student could not learn to stop",
-            fix="set eos_token in tokenizer_config.json",
-        )
-    return tuple(sorted(found))
+def end_ids(model: Path, vocabulary: Vocabulary) -> tuple[int, ...]:
+    """The ids that end an answer: the tokenizer's, and those that transformers would stop at.
+
+    These are in generation_config.json, or in config.json where there is none.
+    """
+    generation = model / "generation_config.json"
+    declared = read_json(generation if generation.is_file() else model / "config.json", str(model)).get("eos_token_id")
+    values = [vocabulary.tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
+    return tuple(sorted({value for value in values if isinstance(value, int) and 0 <= value < vocabulary.size}))
+
+
+def check_ends(
+    vocabulary: Vocabulary, student: Sequence[int], teacher: Sequence[int], role: str, student_model: Path
+) -> str | None:
+    """A note when a teacher ends its answers with other ids too. Raises ConfigError when it ends them with others only:
+    it gives the student's end next to no probability, so the student would learn never to end."""
+    if not teacher:
+        return f"{role}: it names no end token, so nobody knows whether it ends answers where the student does"
+    only_teacher = [index for index in teacher if index not in student]
+    if not only_teacher:
+        return None
+    ids = ", ".join(f"{index} ({_token(vocabulary, index)})" for index in only_teacher)
+    own = ", ".join(f"{index} ({_token(vocabulary, index)})" for index in student)
+    file = student_model / "generation_config.json"
+    remedy = f"add {', '.join(map(str, only_teacher))} to eos_token_id (a list) in {file}"
+    if set(teacher) & set(student):
+        return f"{role}: it also ends answers with {ids}, where the student goes on; to end there, {remedy}"
+    raise ConfigError(
+        f"{role}: it ends its answers with {ids}, and the student with {own}",
+        why="the student writes until an end of its own, which this teacher calls improbable: answers would grow to "
+        "rollout.max_new_tokens",
+        fix=f"{remedy}, so that the student ends there too; or start from the student's chat model",
+    )

@@ -91,7 +91,10 @@ class RolloutServer:
 
 
 class RolloutPool:
-    """Implements `RolloutEngine`. A sample is seeded by (run seed, ordinal), whichever server writes it."""
+    """Implements `RolloutEngine`. A sample is seeded by (run seed, ordinal), whichever server writes it.
+
+    `report_k` most probable tokens of the student are put down with each token that it writes; 0 asks for none.
+    """
 
     def __init__(
         self,
@@ -101,6 +104,7 @@ class RolloutPool:
         *,
         seed: int,
         stop_token_ids: Sequence[int],
+        report_k: int,
         start_timeout_s: float,
         on_span: SpanSink,
         on_event: EventSink,
@@ -110,6 +114,7 @@ class RolloutPool:
         self._config = config
         self._seed = seed
         self._stop = tuple(stop_token_ids)
+        self._report_k = report_k
         self._start_timeout_s = start_timeout_s
         self._span = on_span
         self._event = on_event
@@ -257,6 +262,7 @@ class RolloutPool:
             top_k=config.top_k,
             stop_token_ids=self._stop,
             seed=sampling_seed(self._seed, ordinal),
+            report_k=self._report_k,
         )
 
     def _sample(self, ordinal: int, written: Generation) -> Sample:
@@ -271,6 +277,7 @@ class RolloutPool:
             logprobs=written.logprobs,
             versions=version_numbers(written.versions),
             finish_reason=written.finish_reason,
+            topk_ids=written.topk_ids,
         )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distill.config import DataConfig, TeacherConfig
+from distill.config.checks import NAME
 from distill.errors import ConfigError
 from distill.registry import did_you_mean
 from distill.types import Ids, Prompt
@@ -69,6 +70,9 @@ def read_rows(
 
 
 def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "a pipe, a socket or a device"
+        raise ConfigError(f"{path} is {kind}", why="data are read more than once", fix="give a file")
     if not path.is_file():
         raise ConfigError(f"there is no data file {path}", fix=_nearby(path))
     try:
@@ -101,6 +105,8 @@ def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise ConfigError(
                     f"{path}:{line}: not a JSON object: {error}", why="a JSONL file holds one object a line"
                 ) from error
+            except (RecursionError, ValueError) as error:  # ValueError: a number of thousands of digits
+                raise ConfigError(f"{path}:{line}: nested too deeply, or a number too long, to be read") from error
             if not isinstance(record, dict):
                 raise ConfigError(
                     f"{path}:{line}: not a JSON object, but {type(record).__name__}", why="a row has named columns"
@@ -142,6 +148,12 @@ def _row(
     if not isinstance(domain, str) or not domain:
         raise ConfigError(
             f"{place}: the row has no domain", fix="give the data entry a `domain`, or each row a column `domain`"
+        )
+    if not NAME.fullmatch(domain):
+        raise ConfigError(
+            f"{place}: the domain {domain!r} is more than letters, digits, '_', '.' and '-'",
+            why="it becomes a part of the metrics' names",
+            fix="rename it, or give the data entry a `domain`",
         )
     answer = values.get(source.answer_field)
     if isinstance(answer, bool | Mapping | list):

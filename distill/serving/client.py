@@ -20,8 +20,11 @@ from distill.errors import ServerError, TeacherError
 from distill.packing import CONTENT_TYPE
 from distill.protocols import ServerInfo
 from distill.serving.describe import EMBEDDED, describe_server
+from distill.serving.generations import parse_generations
 from distill.serving.packed import parse_packed
-from distill.serving.replies import Asked, Scores, parse_generations, parse_scores, score_error
+from distill.serving.replies import Asked, Scores, parse_scores, score_error
+from distill.serving.scoring import Piece, asked_for, calls_of_pieces, joined, json_body, packed_body, teacher_scores
+from distill.serving.wire import ServerAtFault
 from distill.types import GenerateRequest, Generation, Ids, ScoreRequest, Signal, SignalSpec, TeacherScores
 
 CONNECTIONS = 512
@@ -72,13 +75,24 @@ class ServerClient:
         info = await self._known()
         for request in requests:
             self._check_ids(request.id, request.input_ids, request.max_new_tokens, info)
-        body = {
+            if request.report_k > info.vocab_size:
+                self._refuse_width(request.report_k, info)
+        body: dict[str, Any] = {
             "input_ids": [request.input_ids.tolist() for request in requests],
             "rid": [request.id for request in requests],
             "sampling_params": [_sampling_params(request) for request in requests],
             "return_logprob": True,
         }
-        _, _, reply = await self._post("/generate", body, f"{len(requests)} answers")
+        if any(request.report_k for request in requests):
+            body |= {
+                "top_logprobs_num": [request.report_k for request in requests],
+                # the flag of the prompt's rows, of which there are none, is for a version that knows only that one:
+                # SGLang refuses the encoding beside no flag that it knows
+                "return_flat_raw_top_logprobs": True,
+                "return_flat_raw_output_top_logprobs": True,
+                "return_flat_raw_top_logprobs_b64": True,
+            }
+        _, reply = await self._post("/generate", body, f"{len(requests)} answers")
         return parse_generations(reply, requests, self.label)
 
     async def score(
@@ -86,35 +100,32 @@ class ServerClient:
     ) -> list[TeacherScores]:
         """Score finished responses by the weights `expected_version`; any other version is a TeacherError."""
         info = await self._known()
-        k = spec.k if spec.signal is Signal.TOPK else 0
-        if k > info.vocab_size or (spec.signal is Signal.TOPK and k < 1):
-            self._refuse(f"top-{k} of a vocabulary of {info.vocab_size}", "set objective.k to at most the vocabulary")
         for request in requests:
-            self._check_ids(request.id, request.input_ids, 0, info)
-            if not 0 < request.response_len < len(request.input_ids):
-                self._refuse(
-                    f"request {request.id}: a response of {request.response_len} among {len(request.input_ids)} tokens",
-                    "give at least one prompt token and one response token",
-                )
-        full = spec.signal is Signal.FULL
-        asked = [
-            Asked(
-                id=request.id,
-                input_ids=request.input_ids,
-                response_len=request.response_len,
-                start=len(request.input_ids) - request.response_len - 1,
-                vocab_size=info.vocab_size,
-                weight_version=expected_version,
-                # a server without packed replies gives the whole vocabulary as the largest possible top-k
-                k=info.vocab_size if full and not info.packed else k,
-            )
-            for request in requests
-        ]
-        _, kind, reply = await self._post("/generate", _score_body(asked, info.packed, full), f"{len(asked)} scores")
-        if info.packed and kind != CONTENT_TYPE:
-            raise score_error(teacher, asked[0].id, f"the reply is {kind or 'without a content type'}, not packed")
-        scores = parse_packed(reply, asked, teacher, full=full) if info.packed else parse_scores(reply, asked, teacher)
-        return [_teacher_scores(teacher, found, full, info.vocab_size) for found in scores]
+            self._check_score(request, spec, info)
+        asked = asked_for(requests, spec, info, expected_version)
+        if info.packed:
+            found = await self._score_packed(asked, teacher, full=spec.signal is Signal.FULL)
+        elif spec.student_k:
+            found = await self._score_in_pieces(asked, teacher)
+        else:
+            _, reply = await self._post("/generate", json_body(asked), f"{len(asked)} scores")
+            found = parse_scores(reply, asked, teacher)
+        return [teacher_scores(teacher, spec, one, scores) for one, scores in zip(asked, found, strict=True)]
+
+    async def _score_packed(self, asked: Sequence[Asked], teacher: str, *, full: bool) -> list[Scores]:
+        kind, reply = await self._post("/generate", packed_body(asked, full), f"{len(asked)} scores")
+        if kind != CONTENT_TYPE:
+            rule = ServerAtFault(f"the reply is {kind or 'without a content type'}, not packed")
+            raise score_error(teacher, asked, rule)
+        return parse_packed(reply, asked, teacher, full=full)
+
+    async def _score_in_pieces(self, asked: Sequence[Asked], teacher: str) -> list[Scores]:
+        found: list[tuple[Piece, Scores]] = []
+        for call in calls_of_pieces(asked):
+            parts = [piece.asked for piece in call]
+            _, reply = await self._post("/generate", json_body(parts), f"{len(parts)} pieces of scores")
+            found.extend(zip(call, parse_scores(reply, parts, teacher), strict=True))
+        return joined(found)
 
     async def load_weights(self, path: Path, version: str) -> None:
         """Load the Hugging Face folder `path`, as seen by the server, and call it `version`.
@@ -197,6 +208,37 @@ class ServerClient:
                 "shorten the prompt, lower max_new_tokens or raise server.context_length",
             )
 
+    def _check_score(self, request: ScoreRequest, spec: SignalSpec, info: ServerInfo) -> None:
+        """Refuse what cannot be right, by the request at fault."""
+        if spec.k > info.vocab_size or (spec.signal is Signal.TOPK and spec.k < 1):
+            self._refuse_width(spec.k, info)
+        self._check_ids(request.id, request.input_ids, 0, info)
+        if not 0 < request.response_len < len(request.input_ids):
+            self._refuse(
+                f"request {request.id}: a response of {request.response_len} among {len(request.input_ids)} tokens",
+                "give at least one prompt token and one response token",
+            )
+        if not spec.student_k:
+            return
+        ids_Rk, shape = request.student_ids, (request.response_len, spec.student_k)
+        if ids_Rk is None or ids_Rk.shape != shape:
+            found = "none" if ids_Rk is None else f"those of shape {ids_Rk.shape}"
+            self._refuse(
+                f"request {request.id} has to be scored at the student's ids of shape {shape}, and has {found}",
+                "the rollout server reports them with each token: ask it for report_k of them",
+            )
+        ordered_Rk = np.sort(ids_Rk, axis=1)
+        if ordered_Rk[:, 0].min() < 0 or ordered_Rk[:, -1].max() >= info.vocab_size:
+            self._refuse(
+                f"request {request.id}: one of the student's ids lies outside the vocabulary of {info.vocab_size}",
+                "check that the student and the teacher share a vocabulary",
+            )
+        if (ordered_Rk[:, 1:] == ordered_Rk[:, :-1]).any():
+            self._refuse(f"request {request.id} names an id of the student's twice in a row", "give each id once")
+
+    def _refuse_width(self, k: int, info: ServerInfo) -> NoReturn:
+        self._refuse(f"top-{k} of a vocabulary of {info.vocab_size}", "set objective.k to at most the vocabulary")
+
     def _refuse(self, what: str, fix: str) -> NoReturn:
         raise ServerError(
             f"{self.label}: not sent: {what}",
@@ -213,11 +255,12 @@ class ServerClient:
             self._raise_status(path, status, reply)
         return _as_object(reply)
 
-    async def _post(self, path: str, body: dict[str, Any], awaited: str) -> tuple[int, str, bytes]:
+    async def _post(self, path: str, body: dict[str, Any] | bytes, awaited: str) -> tuple[str, bytes]:
+        """(content type, body) of the reply to a JSON or a packed body. Raises ServerError for any status but 200."""
         status, kind, reply = await self._call("POST", path, body, self._timeout_s, awaited)
         if status != 200:
             self._raise_status(path, status, reply)
-        return status, kind, reply
+        return kind, reply
 
     def _raise_status(self, path: str, status: int, reply: bytes) -> NoReturn:
         raise ServerError(
@@ -229,11 +272,13 @@ class ServerClient:
         self, method: str, path: str, body: Any, deadline_s: float, awaited: str = "an answer"
     ) -> tuple[int, str, bytes]:
         """(status, content type, body) of one HTTP call, or ServerError: no answer, or none within `deadline_s`."""
-        data = None if body is None else msgspec.json.encode(body)
+        packed = isinstance(body, bytes)
+        data = None if body is None else body if packed else msgspec.json.encode(body)
+        kind = CONTENT_TYPE if packed else "application/json"
         try:
             async with asyncio.timeout(deadline_s):
                 async with self._session().request(
-                    method, self._url + path, data=data, headers={"Content-Type": "application/json"}
+                    method, self._url + path, data=data, headers={"Content-Type": kind}
                 ) as response:
                     return response.status, response.content_type, await response.read()
         except TimeoutError as error:
@@ -269,36 +314,6 @@ def _sampling_params(request: GenerateRequest) -> dict[str, Any]:
     if request.seed is not None:
         params["sampling_seed"] = request.seed
     return params
-
-
-def _score_body(asked: Sequence[Asked], packed: bool, full: bool) -> dict[str, Any]:
-    """A scoring request. It starts one token before the response: the first row of a reply is always null."""
-    body: dict[str, Any] = {
-        "input_ids": [one.input_ids.tolist() for one in asked],
-        "rid": [one.id for one in asked],
-        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-        "return_logprob": True,
-        "logprob_start_len": [one.start for one in asked],
-        "top_logprobs_num": asked[0].k,
-    }
-    if packed:
-        return body | {"return_packed": True} | ({"return_full_logprobs": True} if full else {})
-    return body | {
-        "return_text_in_logprobs": False,
-        "return_flat_raw_top_logprobs": True,
-        "return_flat_raw_top_logprobs_b64": True,
-    }
-
-
-def _teacher_scores(teacher: str, scores: Scores, full: bool, vocab_size: int) -> TeacherScores:
-    if not full:
-        return TeacherScores(teacher, scores.logprobs, scores.topk_ids, scores.topk_logprobs, scores.log_tail)
-    rows_RV = scores.full_logprobs
-    if rows_RV is None:
-        assert scores.topk_ids is not None and scores.topk_logprobs is not None
-        rows_RV = np.empty((len(scores.logprobs), vocab_size), np.float32)
-        np.put_along_axis(rows_RV, scores.topk_ids.astype(np.intp), scores.topk_logprobs, axis=1)
-    return TeacherScores(teacher, scores.logprobs, full_logprobs=rows_RV)
 
 
 def _as_object(reply: bytes) -> dict[str, Any]:

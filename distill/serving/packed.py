@@ -1,7 +1,9 @@
 """Scores in the packed binary form of the embedded server, under the same rules as the JSON forms of `replies`.
 
-`meta` is {"items": [{"id", "prompt_tokens", "rows", "weight_version"}, ...]}; the arrays hold all items one after
-another, rows for the tokens after `logprob_start_len` only, so that no null row needs to be dropped.
+`meta` is {"items": [{"id", "prompt_tokens", "rows", "weight_version", "digest"}, ...]}; the arrays hold all items one
+after another, rows for the tokens after `logprob_start_len` only, so that no null row needs to be dropped. What was
+sent, the ids of each row included, is not sent back: the digest stands for it. So a row of K ids costs 8 (K + 1) bytes
+in both directions together.
 """
 
 from __future__ import annotations
@@ -11,20 +13,20 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from distill.packing import PackingError, unpack
 from distill.serving.replies import (
-    ROUNDING,
     Asked,
-    BrokenReply,
     Scores,
-    check_logprobs,
+    check_mass,
     check_sampled,
     check_topk,
     check_version,
     score_error,
 )
+from distill.serving.wire import ROUNDING, BrokenReply, check_logprobs
 from distill.types import Ids
 
 
@@ -33,31 +35,41 @@ class _PackedItem(msgspec.Struct):
     prompt_tokens: int
     rows: int
     weight_version: str
+    digest: str
 
 
 class _PackedMeta(msgspec.Struct):
     items: list[_PackedItem]
 
 
+def request_digest(input_ids: Ids, row_ids: Ids | None) -> str:
+    """xxh3-64 of the token ids of a request and of the ids of its rows, 16 hex digits: which question is answered."""
+    hasher = xxhash.xxh3_64(np.ascontiguousarray(input_ids, "<i4").data)
+    if row_ids is not None:
+        hasher.update(np.ascontiguousarray(row_ids, "<i4").data)
+    return hasher.hexdigest()
+
+
 def parse_packed(body: bytes, asked: Sequence[Asked], teacher: str, *, full: bool = False) -> list[Scores]:
     """The scores in a packed reply, as read-only views of `body`. Raises TeacherError.
 
-    `full` says that whole rows were asked for. `Asked.start` must be the prompt's length less one, and `k` and
-    `vocab_size` the same for all.
+    `full` says that whole rows were asked for. `Asked.start` must be the prompt's length less one, and `k`,
+    `vocab_size` and the width of `row_ids` the same for all.
     """
     k, vocab_size = asked[0].k, asked[0].vocab_size
+    columns = 0 if asked[0].row_ids is None else asked[0].row_ids.shape[1]
     try:
         meta, arrays = _open(body, asked)
         total = sum(one.response_len for one in asked)
         logprobs = _array(arrays, "logprobs", "<f4", (total,))
-        token_ids = _array(arrays, "token_ids", "<i4", (total,))
         topk_ids = _array(arrays, "topk_ids", "<i4", (total, k)) if k else None
         topk_logprobs = _array(arrays, "topk_logprobs", "<f4", (total, k)) if k else None
-        tails = _array(arrays, "log_tail", "<f4", (total,)) if k else None
+        tails = _array(arrays, "log_tail", "<f4", (total,)) if k or columns else None
+        row_logprobs = _array(arrays, "row_logprobs", "<f4", (total, columns)) if columns else None
         full_logprobs = _array(arrays, "full_logprobs", "<f4", (total, vocab_size)) if full else None
     except BrokenReply as error:
-        raise score_error(teacher, ", ".join(one.id for one in asked), error) from None
-    optional = (topk_ids, topk_logprobs, tails, full_logprobs)
+        raise score_error(teacher, asked, error) from None
+    optional = (topk_ids, topk_logprobs, tails, full_logprobs, None, row_logprobs)
     scores: list[Scores] = []
     begin = 0
     for item, one in zip(meta.items, asked, strict=True):
@@ -65,9 +77,9 @@ def parse_packed(body: bytes, asked: Sequence[Asked], teacher: str, *, full: boo
         begin = rows.stop
         found = Scores(logprobs[rows], *(None if array is None else array[rows] for array in optional))
         try:
-            _check(found, token_ids[rows], item, one)
+            _check(found, item, one)
         except BrokenReply as error:
-            raise score_error(teacher, one.id, error) from None
+            raise score_error(teacher, [one], error) from None
         scores.append(found)
     return scores
 
@@ -95,20 +107,24 @@ def _array(arrays: Mapping[str, NDArray[Any]], name: str, dtype: str, shape: tup
     return array
 
 
-def _check(scores: Scores, token_ids: Ids, item: _PackedItem, asked: Asked) -> None:
+def _check(scores: Scores, item: _PackedItem, asked: Asked) -> None:
     if item.id != asked.id:
         raise BrokenReply(f"the reply is about request {item.id}")
     if item.prompt_tokens != len(asked.input_ids):
         raise BrokenReply(f"the reply is about {item.prompt_tokens} tokens, {len(asked.input_ids)} were sent")
     check_version(item.weight_version, asked.weight_version)
-    if (token_ids != asked.response_ids).any():
-        raise BrokenReply("the rows are about other tokens than the response that was sent")
+    if item.digest != request_digest(asked.input_ids, asked.row_ids):
+        raise BrokenReply("the rows are about other tokens than those that were sent")
     check_sampled(scores.logprobs)
-    if scores.topk_ids is not None and scores.topk_logprobs is not None and scores.log_tail is not None:
+    if scores.topk_ids is not None and scores.topk_logprobs is not None:
         check_topk(scores.topk_ids, scores.topk_logprobs, asked.vocab_size)
+    if scores.row_logprobs is not None:
+        check_logprobs(scores.row_logprobs, "the score of an asked id")
+        check_mass(scores.row_logprobs)
+    if scores.log_tail is not None:
         check_logprobs(scores.log_tail, "the tail of a top-k row")
     if scores.full_logprobs is not None:
         check_logprobs(scores.full_logprobs, "an entry of a full row")
-        again = np.take_along_axis(scores.full_logprobs, token_ids[:, None].astype(np.intp), axis=1)[:, 0]
+        again = np.take_along_axis(scores.full_logprobs, asked.response_ids[:, None].astype(np.intp), axis=1)[:, 0]
         if (np.abs(again - scores.logprobs) > ROUNDING).any():
             raise BrokenReply("the full rows and the scores of the response tokens do not agree")

@@ -1,84 +1,44 @@
-"""What a model server answers to `/generate`, checked and turned into arrays. Pure functions; no torch, no network.
+"""What a model server says of a response, checked and turned into arrays. Pure functions; no torch, no network.
 
 A score that cannot be right never passes: each rule that a reply breaks is an error naming the teacher, the request and
-the rule. The shapes are those of SGLang 0.5.20 to 0.5.23; `packed` reads the binary form of the embedded server.
+the rule. `wire` knows the shapes of the JSON; `packed` reads the binary form of the embedded server.
 
-Shape legend: N tokens sent, R response tokens, S `logprob_start_len`, K top-k entries, V vocabulary of the server.
-A reply covers the tokens S..N-1 and its first row is null, so the response is always the last R rows.
+Shape legend: N tokens sent, R response tokens, S `logprob_start_len`, K top-k entries, J entries of a list that all
+rows share, V vocabulary of the server. A reply covers the tokens S..N-1 and its first row is null, so the response is
+always the last R rows.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from distill.errors import ServerError, TeacherError
-from distill.types import Floats, GenerateRequest, Generation, Ids
+from distill.errors import TeacherError
+from distill.serving.wire import (
+    ROUNDING,
+    BrokenReply,
+    Item,
+    Meta,
+    ServerAtFault,
+    check_logprobs,
+    decode,
+    floats,
+    last_rows,
+    meta_of,
+    nested,
+    top_rows,
+)
+from distill.types import Floats, Ids
 
-ROUNDING = 1e-3
-"""How far above 0 a log-probability may come out of a low-precision softmax."""
 MASS_ROUNDING = 1e-2
 """How far above 1 the mass of a top-k row may come: float16 values round by up to 5e-4 each."""
 TAIL_RESOLUTION = 2.0**-24
 """Half of float32's spacing below 1: a mass closer to 1 than this says nothing of what is left beside it."""
-_FLOAT_MARKS = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
-_INT_MARKS = {"int32": np.dtype("<i4"), "int64": np.dtype("<i8")}
-
-_Id = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-_Entry = tuple[float | None, _Id, Any]
-"""(log-probability, token id, text or null)"""
-
-
-class BrokenReply(Exception):
-    """A rule that a reply breaks. The functions that know whom they asked turn it into a DistillError."""
-
-
-class _Finish(msgspec.Struct):
-    type: str = ""
-    message: str | None = None
-
-
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
-class _Meta(msgspec.Struct):
-    id: str = ""
-    finish_reason: _Finish | None = None
-    prompt_tokens: int | None = None
-    weight_version: str | None = None
-    weight_versions: list[_Span] | None = None
-    input_token_logprobs: list[_Entry] | None = None
-    input_top_logprobs: list[list[_Entry] | None] | None = None
-    input_token_ids_logprobs: list[list[_Entry] | None] | None = None
-    output_token_logprobs: list[_Entry] | None = None
-    input_top_logprobs_val_flat: list[float | None] | None = None
-    input_top_logprobs_idx_flat: list[_Id] | None = None
-    input_top_logprobs_val_flat_b64: str | None = None
-    input_top_logprobs_idx_flat_b64: str | None = None
-    input_top_logprobs_val_flat_b64_dtype: str = "float32"
-    input_top_logprobs_idx_flat_b64_dtype: str = "int32"
-    input_top_logprobs_shape: tuple[int, int] | None = None
-    input_top_logprobs_null_prefix: int = 0
-
-
-class _Item(msgspec.Struct):
-    meta_info: _Meta | None = None
-    output_ids: list[_Id] | None = None
-    error: Any = None
-    message: Any = None
-
-
-_items = msgspec.json.Decoder(list[_Item] | _Item)
+_UNUSED = -1
+"""The id in a slot of a row that is not used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +54,11 @@ class Asked:
     weight_version: str
     k: int = 0
     token_ids: Ids | None = None
-    """The ids of `token_ids_logprob`, if they were asked for."""
+    """(J,) the ids of `token_ids_logprob`, if they were asked for: the same for all rows."""
+    row_ids: Ids | None = None
+    """(R, k) ids of each row's own, if they were asked for: in a packed request, or as part of `token_ids`."""
+    sample_id: str = ""
+    """The sample whose fault a broken reply is, unless the server is at fault."""
 
     @property
     def rows(self) -> int:
@@ -112,73 +76,87 @@ class Scores:
     logprobs: Floats
     """(R,)"""
     topk_ids: Ids | None = None
-    """(R, K)"""
+    """(R, K) the server's own most probable tokens."""
     topk_logprobs: Floats | None = None
     """(R, K)"""
     log_tail: Floats | None = None
-    """(R,)"""
+    """(R,) of the mass beside all ids that were asked for, the server's own and those of each row."""
     full_logprobs: Floats | None = None
     """(R, V)"""
     ids_logprobs: Floats | None = None
-    """(R, len(Asked.token_ids))"""
+    """(R, J) at `Asked.token_ids`."""
+    row_logprobs: Floats | None = None
+    """(R, k) at `Asked.row_ids`."""
 
 
 def parse_scores(body: bytes | str, asked: Sequence[Asked], teacher: str) -> list[Scores]:
     """The scores in a JSON reply, nested, flat or flat base64 by the keys that it has. Raises TeacherError."""
     try:
-        items = _decode(body, len(asked))
+        items = decode(body, len(asked))
     except BrokenReply as error:
-        raise score_error(teacher, ", ".join(one.id for one in asked), error) from None
+        raise score_error(teacher, asked, error) from None
     scores: list[Scores] = []
     for item, one in zip(items, asked, strict=True):
         try:
             scores.append(_scores(item, one))
         except BrokenReply as error:
-            raise score_error(teacher, one.id, error) from None
+            raise score_error(teacher, [one], error) from None
     return scores
 
 
-def score_error(teacher: str, request: str, rule: BrokenReply | str) -> TeacherError:
-    """The error for a scoring reply that breaks `rule`."""
+def score_error(teacher: str, asked: Sequence[Asked], rule: BrokenReply) -> TeacherError:
+    """The error for a scoring reply that breaks `rule`. It names a sample where it can only be that sample's."""
+    samples = {one.sample_id for one in asked}
     return TeacherError(
-        f"teacher {teacher}: request {request}: {rule}",
+        f"teacher {teacher}: request {', '.join(one.id for one in asked)}: {rule}",
         why="a score that is missing, shifted or not a number would teach the student something else, silently",
         fix="look at the teacher's weights (NaN, a broken file) and at the log of its server",
+        sample_id=samples.pop() if len(samples) == 1 and not isinstance(rule, ServerAtFault) else "",
+        teacher=teacher,
     )
 
 
-def parse_generations(body: bytes | str, requests: Sequence[GenerateRequest], server: str) -> list[Generation]:
-    """What a server wrote for a batch, in the order of the requests. Raises ServerError."""
-    request_id = ", ".join(request.id for request in requests)
-    try:
-        generations: list[Generation] = []
-        for item, request in zip(_decode(body, len(requests)), requests, strict=True):
-            request_id = request.id
-            generations.append(_generation(item, request))
-    except BrokenReply as error:
-        raise ServerError(f"server {server}: request {request_id}: {error}") from None
-    return generations
+def log_tail(ids_RK: Ids, logprobs_RK: Floats, vocab_size: int) -> Floats:
+    """log(1 - mass of each row), (R,) float32; -inf when the row names the whole vocabulary. Unused slots are -1, -inf.
 
-
-def log_tail(topk_logprobs_RK: Floats, vocab_size: int) -> Floats:
-    """log(1 - mass of each row), (R,) float32; -inf when the row holds the whole vocabulary.
-
-    Summed in float64. A smaller row whose mass rounds to 1 still has a tail, too small to be seen in float32: it gets
-    `TAIL_RESOLUTION`, because a tail of exactly 0 would make KL(p || q) infinite wherever the student leaves any mass.
+    Summed in float64, so it is as good as the float32 log-probabilities: they round by up to 6e-8 of the mass, and a
+    tail near that size has no digit that is right. A smaller row whose mass rounds to 1 still has a tail, too small to
+    be seen in float32: it gets `TAIL_RESOLUTION`, because a tail of exactly 0 would make KL(p || q) infinite wherever
+    the student leaves any mass.
     """
-    if topk_logprobs_RK.shape[1] >= vocab_size:
-        return np.full(len(topk_logprobs_RK), -np.inf, np.float32)
-    mass_R = np.exp(topk_logprobs_RK.astype(np.float64)).sum(1)
-    return np.log(np.maximum(1.0 - mass_R, TAIL_RESOLUTION)).astype(np.float32)
+    mass_R = np.exp(logprobs_RK.astype(np.float64)).sum(1)
+    tail_R = np.log(np.maximum(1.0 - mass_R, TAIL_RESOLUTION)).astype(np.float32)
+    tail_R[(ids_RK != _UNUSED).sum(1) >= vocab_size] = -np.inf
+    return tail_R
 
 
-def check_logprobs(logprobs: Floats, what: str) -> None:
-    """Refuse NaN, +inf and values above 0. -inf, a token of probability 0, passes."""
-    if not logprobs.size:
-        return
-    peak = logprobs.max()  # one pass: NaN wins every comparison that max makes
-    if not peak <= ROUNDING:
-        raise BrokenReply(f"{what} {'is not a number' if np.isnan(peak) else f'is {peak:g}, above 0'}")
+def union(teacher_ids_RK: Ids, teacher_RK: Floats, student_ids_RK: Ids, student_RK: Floats) -> tuple[Ids, Floats]:
+    """Both models' most probable tokens, each id once: (R, 2k) ids and log q, -1 and -inf where the student's id is one
+    of the teacher's.
+
+    Raises BrokenReply where the two halves contradict one another.
+    """
+    known_RK, twice_RK = _looked_up(student_ids_RK, teacher_ids_RK, teacher_RK)
+    with np.errstate(invalid="ignore"):  # -inf less -inf: they agree
+        differ_RK = known_RK & (np.abs(twice_RK - student_RK) > ROUNDING)
+    if differ_RK.any():
+        raise BrokenReply("an id that the student and the teacher both name has two different scores")
+    if (~known_RK & (student_RK > teacher_RK.min(1, keepdims=True) + ROUNDING)).any():
+        raise BrokenReply("an id beside the teacher's top-k is more probable than the least of it")
+    return (
+        np.concatenate([teacher_ids_RK, np.where(known_RK, np.int32(_UNUSED), student_ids_RK)], axis=1),
+        np.concatenate([teacher_RK, np.where(known_RK, np.float32(-np.inf), student_RK)], axis=1),
+    )
+
+
+def _looked_up(ids_RJ: Ids, known_ids_RK: Ids, values_RK: Floats) -> tuple[NDArray[np.bool_], Floats]:
+    """(R, J): whether row t of `known_ids_RK` names the id, and its value there. Sorted, so that memory is linear."""
+    rows_R1 = np.arange(len(ids_RJ), dtype=np.int64)[:, None] << 32
+    keys = (rows_R1 + known_ids_RK).ravel()
+    order = keys.argsort()
+    wanted_RJ = rows_R1 + ids_RJ
+    at_RJ = order[np.minimum(np.searchsorted(keys, wanted_RJ, sorter=order), len(keys) - 1)]
+    return keys[at_RJ] == wanted_RJ, values_RK.ravel()[at_RJ]
 
 
 def check_sampled(logprobs_R: Floats) -> None:
@@ -198,6 +176,11 @@ def check_topk(ids_RK: Ids, logprobs_RK: Floats, vocab_size: int) -> None:
         raise BrokenReply(f"a top-k id lies outside the vocabulary of {vocab_size}")
     if (ordered_RK[:, 1:] == ordered_RK[:, :-1]).any():
         raise BrokenReply("a top-k row names the same id twice, which counts its mass twice")
+    check_mass(logprobs_RK)
+
+
+def check_mass(logprobs_RK: Floats) -> None:
+    """Refuse rows whose ids, each named once, are more probable than 1 together."""
     mass = float(np.exp(logprobs_RK.astype(np.float64)).sum(1).max())
     if mass > 1 + MASS_ROUNDING:
         raise BrokenReply(f"a top-k row has a mass of {mass:.4f}, more than 1")
@@ -205,60 +188,25 @@ def check_topk(ids_RK: Ids, logprobs_RK: Floats, vocab_size: int) -> None:
 
 def check_version(got: str | None, expected: str) -> None:
     if got != expected:
-        raise BrokenReply(f"the reply comes from weight version {got!r}, {expected!r} was expected")
+        raise ServerAtFault(f"the reply comes from weight version {got!r}, {expected!r} was expected")
 
 
-def _decode(body: bytes | str, count: int) -> list[_Item]:
-    try:
-        decoded = _items.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BrokenReply(f"the reply is not the JSON of a /generate reply: {error}") from error
-    items = [decoded] if isinstance(decoded, _Item) else decoded
-    if isinstance(decoded, _Item) and decoded.meta_info is None:
-        raise BrokenReply(_refusal(decoded))
-    if len(items) != count:
-        raise BrokenReply(f"{len(items)} replies came back for {count} requests")
-    return items
-
-
-def _refusal(item: _Item) -> str:
-    return f"the server answered with an error: {item.error or item.message or 'no meta_info'}"
-
-
-def _meta_of(item: _Item, prompt_len: int) -> _Meta:
-    meta = item.meta_info
-    if meta is None:
-        raise BrokenReply(_refusal(item))
-    if meta.prompt_tokens is not None and meta.prompt_tokens != prompt_len:
-        raise BrokenReply(f"the reply is about {meta.prompt_tokens} tokens, {prompt_len} were sent")
-    return meta
-
-
-def _scores(item: _Item, asked: Asked) -> Scores:
-    meta = _meta_of(item, len(asked.input_ids))
+def _scores(item: Item, asked: Asked) -> Scores:
+    meta = meta_of(item, len(asked.input_ids))
     if meta.finish_reason is not None and meta.finish_reason.type == "abort":
-        raise BrokenReply(f"the server aborted it: {meta.finish_reason.message}")
+        raise ServerAtFault(f"the server aborted it: {meta.finish_reason.message}")
     check_version(meta.weight_version, asked.weight_version)
     logprobs_R = _sampled(meta, asked)
     ids_logprobs = None if asked.token_ids is None else _picked(meta, asked, asked.token_ids)
     if not asked.k:
         return Scores(logprobs_R, ids_logprobs=ids_logprobs)
-    ids_RK, top_RK = _topk(meta, asked)
+    ids_RK, top_RK = top_rows(meta, "input", asked.response_len, asked.rows, asked.k)
     check_topk(ids_RK, top_RK, asked.vocab_size)
-    return Scores(logprobs_R, ids_RK, top_RK, log_tail(top_RK, asked.vocab_size), ids_logprobs=ids_logprobs)
+    return Scores(logprobs_R, ids_RK, top_RK, log_tail(ids_RK, top_RK, asked.vocab_size), ids_logprobs=ids_logprobs)
 
 
-def _response_rows(rows: list[Any] | None, asked: Asked, key: str) -> list[Any]:
-    """The last R rows, once their number is right. What the prompt's rows hold is nobody's business."""
-    if rows is None:
-        raise BrokenReply(f"the reply has no {key}: something on the way dropped a field of the request")
-    if len(rows) != asked.rows:
-        raise BrokenReply(f"{key} has {len(rows)} rows for the {asked.rows} tokens from {asked.start} on")
-    return rows[len(rows) - asked.response_len :]
-
-
-def _sampled(meta: _Meta, asked: Asked) -> Floats:
-    rows = _response_rows(meta.input_token_logprobs, asked, "input_token_logprobs")
+def _sampled(meta: Meta, asked: Asked) -> Floats:
+    rows = last_rows(meta.input_token_logprobs, asked.response_len, asked.rows, "input_token_logprobs")
     echoed = np.array([entry[1] for entry in meta.input_token_logprobs or ()], np.int64)
     sent = asked.input_ids[asked.start :]
     # SGLang rewrites ids >= V-1 to 0 in this list alone; the value still belongs to the id that was sent
@@ -269,123 +217,15 @@ def _sampled(meta: _Meta, asked: Asked) -> Floats:
             f"token {asked.start + at} comes back as id {echoed[at]}, {sent[at]} was sent: the reply is shifted, or "
             "belongs to another request"
         )
-    logprobs_R = _floats([entry[0] for entry in rows], "the score of response token {}")
+    logprobs_R = floats([entry[0] for entry in rows], "the score of response token {}")
     check_sampled(logprobs_R)
     return logprobs_R
 
 
-def _floats(values: list[float | None], what: str) -> Floats:
-    """Null is what orjson makes of NaN and of both infinities: nobody can say which, so it is refused."""
-    if None in values:
-        raise BrokenReply(f"{what.format(values.index(None))} is null")
-    return np.array(values, np.float32)
-
-
-def _picked(meta: _Meta, asked: Asked, token_ids: Ids) -> Floats:
-    rows = _response_rows(meta.input_token_ids_logprobs, asked, "input_token_ids_logprobs")
-    ids_RJ, logprobs_RJ = _nested(rows, len(token_ids), "input_token_ids_logprobs")
+def _picked(meta: Meta, asked: Asked, token_ids: Ids) -> Floats:
+    rows = last_rows(meta.input_token_ids_logprobs, asked.response_len, asked.rows, "input_token_ids_logprobs")
+    ids_RJ, logprobs_RJ = nested(rows, len(token_ids), "input_token_ids_logprobs")
     if (ids_RJ != token_ids).any():
         raise BrokenReply("input_token_ids_logprobs is about other ids than those that were asked for")
     check_logprobs(logprobs_RJ, "the score of an asked id")
     return logprobs_RJ
-
-
-def _topk(meta: _Meta, asked: Asked) -> tuple[Ids, Floats]:
-    """(R, K) ids and values, from whichever of the three forms the reply has."""
-    if meta.input_top_logprobs_val_flat_b64 is not None or meta.input_top_logprobs_val_flat is not None:
-        return _flat(meta, asked)
-    return _nested(_response_rows(meta.input_top_logprobs, asked, "input_top_logprobs"), asked.k, "input_top_logprobs")
-
-
-def _nested(rows: list[list[_Entry] | None], k: int, key: str) -> tuple[Ids, Floats]:
-    entries: list[_Entry] = []
-    for at, row in enumerate(rows):
-        if row is None or len(row) != k:
-            found = "missing" if row is None else f"of {len(row)} entries"
-            raise BrokenReply(f"{key}: the row of response token {at} is {found}, {k} were asked for")
-        entries.extend(row)
-    logprobs = _floats([entry[0] for entry in entries], key + ": entry {}")
-    return _ids([entry[1] for entry in entries], key).reshape(-1, k), logprobs.reshape(-1, k)
-
-
-def _ids(values: list[int] | NDArray[Any], key: str) -> Ids:
-    wide = np.asarray(values, np.int64)
-    if wide.size and (wide.min() < 0 or wide.max() >= 2**31):
-        raise BrokenReply(f"{key}: an id does not fit in 31 bits")
-    return wide.astype(np.int32)
-
-
-def _flat(meta: _Meta, asked: Asked) -> tuple[Ids, Floats]:
-    if meta.input_top_logprobs_shape is None:
-        raise BrokenReply("the reply has flat top-k values without input_top_logprobs_shape")
-    rows, k = meta.input_top_logprobs_shape
-    prefix = meta.input_top_logprobs_null_prefix
-    if k != asked.k or prefix < 0 or rows < asked.response_len or rows + prefix != asked.rows:
-        raise BrokenReply(
-            f"flat top-k of shape {rows} x {k} after {prefix} null rows, for {asked.response_len} response tokens "
-            f"among {asked.rows} rows of {asked.k}"
-        )
-    ids, logprobs = _flat_buffers(meta)
-    if len(ids) != rows * k or len(logprobs) != rows * k:
-        raise BrokenReply(f"flat top-k has {len(ids)} ids and {len(logprobs)} values, its shape says {rows * k}")
-    first = rows - asked.response_len
-    return ids.reshape(rows, k)[first:], logprobs.reshape(rows, k)[first:]
-
-
-def _flat_buffers(meta: _Meta) -> tuple[Ids, Floats]:
-    values = meta.input_top_logprobs_val_flat_b64
-    if values is None:
-        ids = meta.input_top_logprobs_idx_flat
-        if ids is None:
-            raise BrokenReply("the reply has flat top-k values without their ids")
-        return _ids(ids, "flat top-k"), _floats(meta.input_top_logprobs_val_flat or [], "flat top-k: entry {}")
-    ids = meta.input_top_logprobs_idx_flat_b64
-    if ids is None:
-        raise BrokenReply("the reply has flat top-k values without their ids")
-    return (
-        _ids(_from_base64(ids, meta.input_top_logprobs_idx_flat_b64_dtype, _INT_MARKS), "flat top-k"),
-        _from_base64(values, meta.input_top_logprobs_val_flat_b64_dtype, _FLOAT_MARKS).astype(np.float32),
-    )
-
-
-def _from_base64(text: str, mark: str, known: dict[str, np.dtype[Any]]) -> NDArray[Any]:
-    dtype = known.get(mark)
-    if dtype is None:
-        raise BrokenReply(f"flat top-k is marked as {mark!r}, which is none of {', '.join(known)}")
-    try:
-        return np.frombuffer(base64.b64decode(text, validate=True), dtype)
-    except (binascii.Error, ValueError) as error:
-        raise BrokenReply(f"flat top-k cannot be read: {error}") from error
-
-
-def _generation(item: _Item, request: GenerateRequest) -> Generation:
-    meta = _meta_of(item, len(request.input_ids))
-    finish = meta.finish_reason.type if meta.finish_reason else ""
-    if finish not in ("stop", "length", "abort"):
-        raise BrokenReply(f"the finish reason is {finish!r}, none of stop, length, abort")
-    output_ids = _ids(item.output_ids or [], "output_ids")
-    entries = meta.output_token_logprobs or []
-    if len(entries) != len(output_ids):
-        raise BrokenReply(f"{len(output_ids)} tokens came with {len(entries)} log-probabilities")
-    echoed = np.array([entry[1] for entry in entries], np.int64)
-    if not ((echoed == output_ids) | (echoed == 0)).all():
-        raise BrokenReply("output_token_logprobs is about other ids than output_ids")
-    logprobs = _floats([entry[0] for entry in entries], "the log-probability of written token {}")
-    check_logprobs(logprobs, "the log-probability of a written token")
-    return Generation(request.id, output_ids, logprobs, _versions(meta, len(output_ids)), finish)
-
-
-def _versions(meta: _Meta, count: int) -> tuple[str, ...]:
-    """One weight version a token. SGLang before 0.5.20 has no spans and names only the version at the end."""
-    if meta.weight_versions is None:
-        if meta.weight_version is None:
-            raise BrokenReply("the reply does not say which weight version wrote it")
-        return (meta.weight_version,) * count
-    labels: list[str] = []
-    for span in meta.weight_versions:
-        if span.start != len(labels) or span.end < span.start or span.end > count:
-            raise BrokenReply(f"weight_versions does not cover {count} tokens without gaps: {meta.weight_versions}")
-        labels.extend([span.version] * (span.end - span.start))
-    if len(labels) != count:
-        raise BrokenReply(f"weight_versions covers {len(labels)} of {count} tokens")
-    return tuple(labels)

@@ -1,8 +1,12 @@
-"""Scored samples <-> one packed buffer: ids and counts in the header, arrays raw behind it."""
+"""Scored samples <-> one packed buffer: ids and counts in the header, arrays raw behind it.
+
+What a sample does not have is left out, so a buffer from before a member existed reads as one without it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,16 +16,30 @@ from distill.packing import PackingError, pack, unpack
 from distill.types import Sample, ScoredSample, TeacherScores
 
 _SAMPLE_ARRAYS = ("prompt_ids", "response_ids", "logprobs", "versions")
+_OPTIONAL_SAMPLE_ARRAYS = ("topk_ids", "loss_mask")
 _SCORE_ARRAYS = ("logprobs", "topk_ids", "topk_logprobs", "log_tail", "full_logprobs")
 
 
-def encode(first_ordinal: int, items: Sequence[ScoredSample]) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a store holds."""
+
+    first_ordinal: int
+    """Everything before it was trained or set aside."""
+    items: Sequence[ScoredSample]
+    skipped: Collection[int]
+    """Ordinals from `first_ordinal` on whose samples were set aside."""
+
+
+def encode(snapshot: Snapshot) -> bytes:
     arrays: dict[str, NDArray[Any]] = {}
     rows: list[dict[str, Any]] = []
-    for index, item in enumerate(items):
+    for index, item in enumerate(snapshot.items):
         sample = item.sample
-        for name in _SAMPLE_ARRAYS:
-            arrays[f"{index}.{name}"] = getattr(sample, name)
+        for name in (*_SAMPLE_ARRAYS, *_OPTIONAL_SAMPLE_ARRAYS):
+            array = getattr(sample, name)
+            if array is not None:
+                arrays[f"{index}.{name}"] = array
         for place, scores in enumerate(item.scores):
             for name in _SCORE_ARRAYS:
                 array = getattr(scores, name)
@@ -34,23 +52,27 @@ def encode(first_ordinal: int, items: Sequence[ScoredSample]) -> bytes:
                 "domain": sample.domain,
                 "teachers": dict(sample.teachers),
                 "finish_reason": sample.finish_reason,
+                "reward": sample.reward,
+                "trajectory": sample.trajectory,
                 "scored_by": [scores.teacher for scores in item.scores],
             }
         )
-    return pack({"first_ordinal": first_ordinal, "samples": rows}, arrays)
+    meta = {"first_ordinal": snapshot.first_ordinal, "samples": rows, "skipped": sorted(snapshot.skipped)}
+    return pack(meta, arrays)
 
 
-def decode(data: bytes) -> tuple[int, list[ScoredSample]]:
-    """(first ordinal, samples). Raises PackingError for anything that `encode` did not write."""
+def decode(data: bytes) -> Snapshot:
+    """Raises PackingError for anything that `encode` did not write."""
     meta, arrays = unpack(data)
     try:
-        return meta["first_ordinal"], [_sample(index, row, arrays) for index, row in enumerate(meta["samples"])]
-    except (KeyError, TypeError) as error:
+        items = [_sample(index, row, arrays) for index, row in enumerate(meta["samples"])]
+        return Snapshot(meta["first_ordinal"], items, meta.get("skipped", ()))
+    except (KeyError, TypeError, AttributeError) as error:
         raise PackingError(f"samples are incomplete: {error}") from error
 
 
 def _sample(index: int, row: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> ScoredSample:
-    def own(key: str) -> NDArray[Any] | None:
+    def own(key: str) -> Any:
         # A copy: a view would keep the whole snapshot alive for one sample.
         return np.array(arrays[key]) if key in arrays else None
 
@@ -60,10 +82,13 @@ def _sample(index: int, row: Mapping[str, Any], arrays: Mapping[str, NDArray[Any
         domain=row["domain"],
         teachers=row["teachers"],
         finish_reason=row["finish_reason"],
+        reward=row.get("reward"),
+        trajectory=row.get("trajectory", ""),
         **{name: np.array(arrays[f"{index}.{name}"]) for name in _SAMPLE_ARRAYS},
+        **{name: own(f"{index}.{name}") for name in _OPTIONAL_SAMPLE_ARRAYS},
     )
     scores = tuple(
-        TeacherScores(teacher=teacher, **{name: own(f"{index}.{place}.{name}") for name in _SCORE_ARRAYS})  # pyright: ignore[reportArgumentType]
+        TeacherScores(teacher=teacher, **{name: own(f"{index}.{place}.{name}") for name in _SCORE_ARRAYS})
         for place, teacher in enumerate(row["scored_by"])
     )
     return ScoredSample(sample, scores)

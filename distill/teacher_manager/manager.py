@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from distill.config import TeacherManagerConfig
-from distill.errors import ConfigError, ServerError, TeacherError
+from distill.errors import ServerError, TeacherError
 from distill.protocols import TeacherCaps
 from distill.teacher_manager.gate import CanaryStore, Gate
 from distill.teacher_manager.scheduler import Job, Scheduler, Visit, Wait
@@ -26,6 +26,7 @@ from distill.teacher_manager.teachers import Teacher
 from distill.types import (
     GenerateRequest,
     Generation,
+    Ids,
     Sample,
     ScoredSample,
     ScoreRequest,
@@ -62,6 +63,10 @@ class _Work:
     future: asyncio.Future[Any]
     since: float
     tries: int = 0
+    alone: bool = False
+    """It was in a call whose scores were refused: by itself it shows whether it was to blame."""
+    doubted: bool = False
+    """Its own scores were refused once."""
 
 
 class TeacherManager:
@@ -81,7 +86,6 @@ class TeacherManager:
         on_event: EventSink,
     ) -> None:
         for teacher in teachers:
-            _refuse_adapter(teacher)
             for slot in slots:
                 slot.check_budget(teacher)
         self._teachers = {teacher.name: teacher for teacher in teachers}
@@ -118,14 +122,39 @@ class TeacherManager:
         self._wake()
 
     async def score(self, sample: Sample) -> ScoredSample:
-        """The scores of all teachers of the sample, in that order. Raises TeacherError when one cannot give any."""
+        """The scores of all teachers of the sample, in that order. Raises TeacherError when one cannot give any, and
+        ServerError for a sample without a token.
+
+        The error has the sample's id when its scores were refused twice, the second time in a call of its own and from
+        weights that were loaded and verified since: another try would find the same, and no other sample is concerned.
+        """
+        if not len(sample.response_ids):
+            self.cancel(sample.id)
+            raise ServerError(
+                f"{sample.id}: its rollout server wrote no token", why="there is nothing to score", sample_id=sample.id
+            )
         ids = np.concatenate([sample.prompt_ids, sample.response_ids])
-        request = ScoreRequest(sample.id, ids, len(sample.response_ids))
+        request = ScoreRequest(sample.id, ids, len(sample.response_ids), self._student_ids(sample))
         works = [
             self._submit(teacher, sample.id, len(ids), sample.ordinal, score=request) for teacher in sample.teachers
         ]
         scores: list[TeacherScores] = await self._results(works)
         return ScoredSample(sample, tuple(scores))
+
+    def _student_ids(self, sample: Sample) -> Ids | None:
+        """What the teachers are asked about, where that is the student's choice."""
+        if not self._spec.student_k:
+            return None
+        shape = (len(sample.response_ids), self._spec.student_k)
+        if sample.topk_ids is None or sample.topk_ids.shape != shape:
+            found = "none" if sample.topk_ids is None else f"some of shape {sample.topk_ids.shape}"
+            raise TeacherError(
+                f"{sample.id}: needs the student's most probable tokens, of shape {shape}, and has {found}",
+                why=f"support {self._spec.support} is about tokens of the student's choice",
+                fix="rollout servers report them with each token; a sample made otherwise has to bring them",
+                sample_id=sample.id,
+            )
+        return sample.topk_ids
 
     async def generate(self, teacher: str, requests: Sequence[GenerateRequest]) -> list[Generation]:
         """Have one teacher write, when it has its turn. Raises TeacherError when it cannot."""
@@ -211,13 +240,15 @@ class TeacherManager:
     async def _visit(self, slot: Slot, visit: Visit) -> bool:
         """Serve the jobs; False when the server failed. What was not done waits again, unless it failed too often."""
         works = [work for job in visit.jobs if (work := self._works.get(job.id)) and not work.future.done()]
-        blamed = works
+        blamed, doubts = works, False
         try:
             if works:
                 await self._bring(slot, self._teachers[visit.teacher])
             for call in self._calls(works):
                 blamed = call
-                await self._run(slot, visit.teacher, call)
+                doubts |= await self._run_or_doubt(slot, visit.teacher, call)
+            if doubts:
+                slot.fail()  # the second opinion is that of weights which were loaded and verified since
             return True
         except (ServerError, TeacherError) as error:
             slot.fail()
@@ -247,6 +278,25 @@ class TeacherManager:
         self._span("swap", start, end, teacher.name, teacher.bytes)
         self._event("debug", f"{slot.name}: {teacher.name} loaded, {teacher.bytes / 1e9:.3f} GB in {end - start:.2f} s")
 
+    async def _run_or_doubt(self, slot: Slot, teacher: str, call: Sequence[_Work]) -> bool:
+        """`_run`. Scores that are refused because of one sample end this call and nothing else: all of it is asked for
+        again, each by itself, and the sample fails if it is refused once more. True: a second opinion is wanted."""
+        try:
+            await self._run(slot, teacher, call)
+        except TeacherError as error:
+            at_fault = next((work for work in call if work.job.sample == error.sample_id), None)
+            if at_fault is None:
+                raise
+            for work in call:
+                work.alone = True
+            if at_fault.doubted:
+                self._fail(at_fault, error)
+                return False
+            at_fault.doubted = True
+            self._event("warning", f"{slot.name}: scores are refused, and asked for once more: {error.what}")
+            return True
+        return False
+
     async def _run(self, slot: Slot, teacher: str, call: Sequence[_Work]) -> None:
         """One request to the server: samples to score together, or one job that writes."""
         start = time.monotonic()
@@ -268,9 +318,9 @@ class TeacherManager:
 
     def _calls(self, works: Sequence[_Work]) -> list[list[_Work]]:
         """The visit's requests, in the order of its jobs: a function of the jobs alone."""
-        writing = [[work] for work in works if work.prompts]
-        scoring = [work for work in works if not work.prompts]
-        return writing + _batches(scoring, lambda work: work.job.tokens, self._config.call_tokens)
+        single = [[work] for work in works if work.prompts or work.alone]
+        scoring = [work for work in works if not work.prompts and not work.alone]
+        return single + _batches(scoring, lambda work: work.job.tokens, self._config.call_tokens)
 
     def _settle(self, work: _Work, result: Any) -> None:
         self._works.pop(work.job.id, None)
@@ -283,6 +333,10 @@ class TeacherManager:
             work.future.set_exception(error)
 
     def _blame(self, works: Sequence[_Work], error: ServerError | TeacherError) -> None:
+        """Count a try against each."""
+        if isinstance(error, TeacherError):
+            for work in works:
+                work.alone = True  # the next error tells whose fault it is
         for work in works:
             work.tries += 1
             if work.tries < self._config.max_tries:
@@ -338,12 +392,3 @@ def _cost_of_prompt(request: GenerateRequest) -> int:
 def _again(error: TeacherError) -> TeacherError:
     """A copy for another waiter: a raised exception carries the traceback of the one who got it."""
     return TeacherError(error.what, why=error.why, fix=error.fix)
-
-
-def _refuse_adapter(teacher: Teacher) -> None:
-    if teacher.base is not None:
-        raise ConfigError(
-            f"teachers.{teacher.name}: is a LoRA adapter over {teacher.base}, which no model server here can load yet",
-            why="servers load whole models; an adapter alone has nothing to be added to",
-            fix=f"merge it into its base (peft: merge_and_unload), then leave out teachers.{teacher.name}.base",
-        )

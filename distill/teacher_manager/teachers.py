@@ -19,8 +19,6 @@ class Teacher:
 
     name: str
     folder: Path
-    base: Path | None
-    """The model that a LoRA adapter in `folder` belongs to."""
     tensors: Mapping[str, StoredTensor]
     held_dtype: str | None = None
     """What servers hold its floats as, in safetensors' spelling; None: as they are stored."""
@@ -29,13 +27,13 @@ class Teacher:
     _casts: dict[tuple[str, str], str] = field(default_factory=dict[tuple[str, str], str])
 
     @classmethod
-    def open(cls, name: str, folder: Path, base: Path | None = None, *, server_dtype: str | None = None) -> Teacher:
+    def open(cls, name: str, folder: Path, *, server_dtype: str | None = None) -> Teacher:
         """Raises ConfigError without weights in `folder`, TeacherError for a file that is broken or too short.
 
         `server_dtype` (float32, bfloat16, float16) is what the servers hold: it decides how large the teacher is there.
         """
         held_dtype = None if server_dtype is None else _SPELLING[server_dtype]
-        return cls(name, folder, base, stored_tensors(folder), held_dtype)
+        return cls(name, folder, stored_tensors(folder), held_dtype)
 
     @property
     def bytes(self) -> int:

@@ -1,6 +1,6 @@
 """The Hugging Face student: one model, one optimiser, one step a batch.
 
-Legend: N response tokens of a micro-batch, V common vocabulary.
+Legend: N trained tokens of a micro-batch, V common vocabulary.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,29 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill.config.models import StudentConfig
-from distill.errors import ConfigError, StudentError
-from distill.protocols import Objective
-from distill.types import Batch, ScoredSample, StepResult
-from students.hf import checkpoint
-from students.hf.batching import MicroBatch, TeacherRows, require_sound, split
-from students.hf.model import hf_weights, load_model, pick_device, response_logits, weight_bytes, write_model
+from distill.config.models import LoraConfig, ObjectiveConfig, StudentConfig
+from distill.errors import ConfigError, DistillError, StudentError
+from distill.protocols import Objective, WeightShard
+from distill.types import Batch, StepResult
+from students.hf import checkpoint, lora, packed_attention
+from students.hf.batching import Lesson, MicroBatch, split
+from students.hf.head import HeadInput, ReplacedHead, require_known_logits
+from students.hf.learning import HeadJob, Tally, lessons_of
+from students.hf.model import (
+    copy_tokenizer,
+    embedding_names,
+    load_model,
+    model_state,
+    pick_device,
+    weight_bytes,
+    write_model,
+)
 from students.hf.optim import build_optimizer, lr_at
+from students.hf.parallel import Sharded, make_parallel
+from students.hf.parameters import Average, Parameters
+from students.hf.shards import WeightNames
+from students.hf.soundness import require_sound
+from students.hf.state import first_difference, restore_training, training_state
 from students.memory import peak_memory_bytes
 
 NAMED_SAMPLES = 8
@@ -32,51 +48,92 @@ NAMED_SAMPLES = 8
 
 
 @dataclass
-class _TeacherTally:
-    """Sums over the rows of one teacher in one batch."""
+class _Trained:
+    """A model and all that training keeps beside it; replaced as one when a checkpoint is loaded."""
 
-    tokens: int = 0
-    sums: dict[str, float] = field(default_factory=dict[str, float])
+    model: PreTrainedModel
+    head: ReplacedHead
+    parameters: Parameters
+    optimizer: torch.optim.Optimizer
+    average: Average | None
+    names: WeightNames
+    why_padded: str | None
 
-    def add(self, metrics: dict[str, Tensor], tokens: int) -> None:
-        self.tokens += tokens
-        for name, values_N in metrics.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float(values_N.double().sum())
-
-    def mean(self, name: str) -> float:
-        return self.sums[name] / self.tokens
+    @property
+    def packed(self) -> bool:
+        return self.why_padded is None
 
 
 class HFStudent:
     """Trains a causal language model of transformers on the scores of its teachers (`StudentBackend`).
 
-    The loss of a step is the sum over response tokens and teachers of weight * divergence, divided by the number of
-    response tokens of the whole batch: it does not depend on how the batch is split. Weights are kept in float32;
-    `config.dtype` is that of the forward pass. On the CPU a step is reproducible bit by bit for a seed and a number of
-    threads.
+    The loss of a step is the sum over trained tokens and teachers of weight * divergence, with factors that come from
+    the whole batch (`objective.reduction`): it does not depend on how the batch is split. On the CPU a step is
+    reproducible bit by bit for a seed and a number of threads.
     """
 
-    def __init__(self, config: StudentConfig, *, seed: int, total_steps: int, vocab_size: int) -> None:
-        """`vocab_size`: the common vocabulary (the tokenizer's length), which logits are cut to. Raises ConfigError or
-        EnvironmentFault when the model or the device cannot be had."""
+    def __init__(
+        self,
+        config: StudentConfig,
+        *,
+        seed: int,
+        total_steps: int,
+        vocab_size: int,
+        rules: ObjectiveConfig | None = None,
+    ) -> None:
+        """`vocab_size`: the common vocabulary (the tokenizer's length), which logits are cut to. `rules`: how tokens
+        and teachers are put together; of it, only reduction, mixture and outcome are read.
+
+        Raises ConfigError, MissingDependency or EnvironmentFault when the model or the device cannot be had.
+        """
         self._config = config
+        self._rules = ObjectiveConfig() if rules is None else rules
         self._total_steps = total_steps
         self._vocab_size = vocab_size
         self._device = pick_device(config.device)
+        self._parallel = make_parallel(config.parallel, config.ranks, self._device)
         self._version = 0
         torch.manual_seed(seed)
-        self._adopt(load_model(config.model, vocab_size, self._device))
+        self._trained = self._start(config.model)
+        if self._parallel.rank > 0:
+            torch.manual_seed(seed + self._parallel.rank)  # dropout must not repeat rank 0's
 
-    def _adopt(self, model: PreTrainedModel) -> None:
+    def _start(self, folder: Path) -> _Trained:
+        """Everything anew, from the weights in `folder`."""
+        config = self._config
+        low_precision = config.dtype == "bfloat16"
+        # weights that are spread over ranks stay float32, and are rounded on their way to a forward pass; no device
+        # need have room for all of them
+        spread = isinstance(self._parallel, Sharded)
+        dtype = torch.bfloat16 if low_precision and not spread else torch.float32
+        device = torch.device("cpu") if spread else self._device
+        model = load_model(folder, self._vocab_size, device, dtype)
+        if config.lora is not None:
+            lora.adapt(model, config.lora)
+        head = ReplacedHead(model)
+        require_known_logits(model, head, self._vocab_size)
+        why_padded = "student.packing is false"
+        if config.packing:
+            why_padded = packed_attention.pack(model, self._vocab_size)
         model.train()
-        if self._config.gradient_checkpointing:
+        if config.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self._model = model
-        self._optimizer = build_optimizer(model, self._config)
+        self._parallel.spread(model, low_precision=low_precision)
+        parameters = Parameters(model, keep_all=config.lora is not None or low_precision)
+        optimizer = build_optimizer(parameters.named, config, embeddings=embedding_names(model))
+        average = None if config.ema_decay is None else Average(parameters, config.ema_decay)
+        # published, exported: what the student computes with
+        names = WeightNames(model, model_state(model), torch.bfloat16 if low_precision else None)
+        return _Trained(model, head, parameters, optimizer, average, names, why_padded)
 
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def why_padded(self) -> str | None:
+        """Why samples are padded and not packed; None where they are packed."""
+        return self._trained.why_padded
 
     def step(self, batch: Batch, objective: Objective) -> StepResult:
         """One optimiser step. Raises TeacherError or StudentError; then neither weights nor moments have changed."""
@@ -88,35 +145,83 @@ class HFStudent:
                 fix="load the checkpoint of that version before the step",
             )
         require_sound(batch, objective.spec, self._vocab_size)
-        tallies: dict[str, _TeacherTally] = {}
-        loss = 0.0
+        trained = self._trained
+        lessons = lessons_of(batch, self._rules)
+        mine = [lessons[each.sample.id] for each in self._parallel.share(batch.samples) if each.sample.id in lessons]
         try:
-            for samples in split(batch.samples, self._config.micro_batch_tokens):
-                part = self._loss_sum(samples, objective, tallies) / batch.response_tokens
-                part.backward()
-                loss += float(part.detach())
+            told = self._parallel.together(lambda: self._learn(mine, batch, objective).plain())
+            self._parallel.sum_gradients(trained.parameters.values())
             grad_norm = self._clip(batch)
             lr = lr_at(self._version, self._config, self._total_steps)
-            for group in self._optimizer.param_groups:
+            for group in trained.optimizer.param_groups:
                 group["lr"] = lr
-            self._optimizer.step()
+            trained.optimizer.step()
         finally:
-            self._optimizer.zero_grad(set_to_none=True)
+            trained.parameters.zero_grad()
+        trained.parameters.write_back()
+        if trained.average is not None:
+            trained.average.update()
         self._version += 1
+        tokens = sum(len(lesson.trained) for lesson in lessons.values())
+        tally = Tally.total(told)
         return StepResult(
             version=self._version,
-            loss=loss,
+            loss=tally.loss,
             grad_norm=grad_norm,
             lr=lr,
-            tokens=batch.response_tokens,
+            tokens=tokens,
             seconds=time.monotonic() - began,
-            kl={teacher: tally.mean("kl") for teacher, tally in tallies.items()},
-            entropy_gap={
-                name: tally.mean("entropy_gap") for name, tally in tallies.items() if "entropy_gap" in tally.sums
-            },
-            token_share={teacher: tally.tokens / batch.response_tokens for teacher, tally in tallies.items()},
+            kl=tally.means("kl"),
+            entropy_gap=tally.means("entropy_gap"),
+            token_share={teacher: count / tokens for teacher, count in tally.tokens.items()},
             peak_memory_bytes=peak_memory_bytes(),
         )
+
+    def _learn(self, lessons: list[Lesson], batch: Batch, objective: Objective) -> Tally:
+        """Forward and backward over this rank's lessons."""
+        job = HeadJob(objective, self._vocab_size, self._config.head_chunk_tokens, self._rules.mixture)
+        tally = Tally()
+
+        def work(micro: MicroBatch, at: HeadInput) -> Tensor:
+            loss, metrics = job.loss(micro, at)
+            tally.add(loss, metrics)
+            return loss
+
+        for loss in self._passes(lessons, batch, work):
+            loss.backward()
+        return tally
+
+    def _passes(
+        self, lessons: list[Lesson], batch: Batch, work: Callable[[MicroBatch, HeadInput], Tensor]
+    ) -> Iterator[Tensor]:
+        """What the model returns for each micro-batch of this rank's lessons, with `work` at its head.
+
+        All ranks take part in as many micro-batches, those that have no more without a loss; an error waits until all
+        are through, lest the others wait for this one.
+        """
+        parts = list(split(lessons, self._config.micro_batch_tokens, packed=self._trained.packed))
+        rounds = self._parallel.rounds(len(parts))
+        faults: list[DistillError] = []
+
+        def careful(micro: MicroBatch, at: HeadInput, idle: bool) -> Tensor:
+            try:
+                return at.nothing() if idle else work(micro, at)
+            except DistillError as error:
+                faults.append(error)
+                return at.nothing()
+
+        for index in range(rounds):
+            idle = index >= len(parts)
+            micro = self._collate((Lesson(batch.samples[0], 0.0),) if idle else parts[index])
+            with (
+                self._parallel.micro_step(last=index == rounds - 1),
+                self._trained.head.doing(micro.rows_N, partial(careful, micro, idle=idle)),
+            ):
+                yield self._trained.model(**micro.model_inputs)
+            if faults and self._parallel.ranks == 1:
+                break
+        if faults:
+            raise faults[0]
 
     def evaluate(self, batch: Batch, objective: Objective) -> dict[str, float]:
         """Token mean of KL(p || q) per domain, without learning. Several teachers of a sample count by their weights.
@@ -124,86 +229,125 @@ class HFStudent:
         Exact when the objective's signal is full; otherwise what the objective's `kl` metric knows.
         """
         require_sound(batch, objective.spec, self._vocab_size)
-        totals: dict[str, list[float]] = {}
-        self._model.eval()
+        self._trained.model.eval()
         try:
-            with torch.no_grad():
-                for domain in dict.fromkeys(item.sample.domain for item in batch.samples):
-                    samples = [item for item in batch.samples if item.sample.domain == domain]
-                    total = totals.setdefault(domain, [0.0, 0.0])
-                    for part in split(samples, self._config.micro_batch_tokens):
-                        for teacher_rows in self._forward(MicroBatch.collate(part, self._device), objective):
-                            _, metrics = objective(teacher_rows.rows)
-                            weights_N = teacher_rows.weights_N.double()
-                            total[0] += float((weights_N * metrics["kl"].double()).sum())
-                            total[1] += float(weights_N.sum())
+            told = self._parallel.together(lambda: self._measure(batch, objective))
         finally:
-            self._model.train()
-        return {domain: kl / weight for domain, (kl, weight) in totals.items() if weight}
+            self._trained.model.train()
+        result: dict[str, float] = {}
+        for domain in told[0]:
+            kl, weight = (sum(part[domain][index] for part in told) for index in (0, 1))
+            if weight:
+                result[domain] = kl / weight
+        return result
+
+    @torch.no_grad()
+    def _measure(self, batch: Batch, objective: Objective) -> dict[str, list[float]]:
+        """Domain -> sum of weight * KL and sum of weights, over this rank's share."""
+        job = HeadJob(objective, self._vocab_size, self._config.head_chunk_tokens)
+        totals: dict[str, list[float]] = {}
+
+        def work(micro: MicroBatch, at: HeadInput) -> Tensor:
+            _, metrics = job.loss(micro, at)
+            for part in micro.teacher_parts(objective.spec, dtype=torch.float32):
+                weights_n = part.weights_n.double()
+                total[0] += float((weights_n * metrics[part.teacher]["kl"].double()).sum())
+                total[1] += float(weights_n.sum())
+            return at.nothing()
+
+        with self._parallel.forward_only():
+            for domain in dict.fromkeys(item.sample.domain for item in batch.samples):
+                of_domain = [item for item in batch.samples if item.sample.domain == domain]
+                mine = [Lesson(each, 1.0, 0.0) for each in self._parallel.share(of_domain) if each.sample.loss_tokens]
+                total = totals.setdefault(domain, [0.0, 0.0])
+                for _ in self._passes(mine, batch, work):
+                    pass
+        return totals
 
     def weights(self) -> Iterator[tuple[str, str, tuple[int, ...], Any]]:
-        """(Hugging Face name, dtype name, shape, flat uint8 array). On the CPU the arrays are views of the weights: use
-        them before the next step."""
-        return weight_bytes(self._model)
+        """(Hugging Face name, dtype name, shape, flat uint8 array): what the student computes with, adapters merged in.
+        On the CPU the arrays are views of the weights where they can be: use them before the next step."""
+        return weight_bytes(self._trained.model, self._trained.names)
+
+    def shards(self) -> Iterator[WeightShard]:
+        """This rank's pieces of the same."""
+        return self._trained.names.pieces(model_state(self._trained.model), self._parallel)
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint that is also a Hugging Face folder; see `students.hf.checkpoint`."""
-        with checkpoint.whole_folder(folder) as fresh:
-            write_model(self._model, self._tokenizer_folder, fresh)
-            state = checkpoint.optimizer_state(self._optimizer, self._model)
-            checkpoint.write_state(fresh, self._version, state, self._device)
+        trained = self._trained
+        checkpoint.save(
+            folder,
+            self._parallel,
+            self._write_model,
+            version=self._version,
+            tensors=training_state(trained.parameters, trained.optimizer, trained.average),
+            device=self._device,
+        )
+
+    def _write_model(self, folder: Path) -> None:
+        write_model(
+            self._trained.model,
+            self._trained.names,
+            self._tokenizer_folder,
+            folder,
+            first=self._parallel.rank == 0,
+        )
 
     def load(self, folder: Path) -> None:
         """Go on from a checkpoint as if never interrupted. Raises ConfigError when it is broken or of another student;
         the student is unchanged then."""
-        version, tensors = checkpoint.read_state(folder)
-        model = load_model(folder, self._vocab_size, self._device)
-        if _shapes(model) != _shapes(self._model):
+        saved = checkpoint.read(folder, self._parallel)
+        # adapters are merged in the folder's weights, and belong to those that training started from
+        trained = self._start(self._config.model if self._config.lora else folder)
+        if trained.names.stored != self._trained.names.stored:
             raise ConfigError(
                 f"checkpoint {folder} is of another model than {self._config.model}",
                 why="its weights have other names or shapes",
                 fix="resume with the student.model that the run was started with",
             )
-        before = self._model, self._optimizer
-        try:
-            self._adopt(model)
-            checkpoint.restore_optimizer(self._optimizer, model, tensors)
-        except ConfigError:
-            self._model, self._optimizer = before
-            raise
-        checkpoint.restore_rng(tensors, self._device)
-        self._version = version
+        restore_training(saved, trained.parameters, trained.optimizer, trained.average)
+        if self._config.lora is not None:
+            self._require_same_base(folder, trained)
+        saved.restore_rng(self._device)
+        self._trained, self._version = trained, saved.version
+
+    def _require_same_base(self, folder: Path, trained: _Trained) -> None:
+        """Merged with the checkpoint's adapters, today's base must give the checkpoint's weights."""
+        different = first_difference(folder, trained.names.whole(model_state(trained.model)))
+        if different is not None:
+            raise ConfigError(
+                f"checkpoint {folder}: with its adapters, {different} is another than in the checkpoint",
+                why=f"{self._config.model} is not the base that they were trained on",
+                fix="resume with the student.model that the run was started with",
+            )
 
     def export(self, folder: Path) -> None:
-        """Write an ordinary Hugging Face folder: safetensors, config, generation config, tokenizer."""
-        with checkpoint.whole_folder(folder) as fresh:
-            write_model(self._model, self._tokenizer_folder, fresh)
+        """Write an ordinary Hugging Face folder: safetensors, config, generation config, tokenizer. It holds the
+        averaged weights where `student.ema_decay` is set, and the adapter alone where `student.lora.export` says so."""
+        trained = self._trained
+        average = trained.average
+        with contextlib.nullcontext() if average is None else trained.parameters.replaced_by(average.values):
+            if self._config.lora is not None and self._config.lora.export == "adapter":
+                checkpoint.export(folder, self._parallel, partial(self._write_adapter, self._config.lora))
+            else:
+                checkpoint.export(folder, self._parallel, self._write_model)
+
+    def _write_adapter(self, config: LoraConfig, folder: Path) -> None:
+        state = lora.adapter_state(self._trained.model)
+        if self._parallel.rank == 0:
+            lora.write_adapter(state, config, self._config.model, folder)
+            copy_tokenizer(self._tokenizer_folder, folder)
 
     @property
     def _tokenizer_folder(self) -> Path:
         return self._config.tokenizer or self._config.model
 
-    def _forward(self, micro: MicroBatch, objective: Objective) -> Iterator[TeacherRows]:
-        low_precision = self._config.dtype == "bfloat16"
-        cast = torch.autocast(self._device.type, torch.bfloat16) if low_precision else contextlib.nullcontext()
-        with cast:
-            logits_NV = response_logits(self._model, micro.input_ids_BT, micro.rows_N, self._vocab_size)
-        return micro.by_teacher(logits_NV, objective.spec)
-
-    def _loss_sum(
-        self, samples: tuple[ScoredSample, ...], objective: Objective, tallies: dict[str, _TeacherTally]
-    ) -> Tensor:
-        """Sum over the response tokens of `samples` of the weighted losses of all their teachers."""
-        total = torch.zeros((), device=self._device)
-        for teacher_rows in self._forward(MicroBatch.collate(samples, self._device), objective):
-            loss_N, metrics = objective(teacher_rows.rows)
-            total = total + (teacher_rows.weights_N * loss_N).sum()
-            tallies.setdefault(teacher_rows.teacher, _TeacherTally()).add(metrics, len(loss_N))
-        return total
+    def _collate(self, lessons: tuple[Lesson, ...]) -> MicroBatch:
+        return MicroBatch.collate(lessons, self._device, packed=self._trained.packed)
 
     def _clip(self, batch: Batch) -> float:
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._config.max_grad_norm))
+        norm = self._parallel.clip(self._trained.parameters.values(), self._config.max_grad_norm)
         if not math.isfinite(norm):
             ids = [item.sample.id for item in batch.samples]
             more = f" and {len(ids) - NAMED_SAMPLES} more" if len(ids) > NAMED_SAMPLES else ""
@@ -213,7 +357,3 @@ class HFStudent:
                 fix="lower student.lr, use student.dtype=float32, or an objective with bounded gradients (jsd)",
             )
         return norm
-
-
-def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in hf_weights(model).items()}

@@ -1,7 +1,7 @@
 """From a batch of scored samples to the tensors of its micro-batches.
 
-Legend: B samples of a micro-batch, T its padded length, N its response tokens, V common vocabulary, R response tokens
-of one sample.
+Legend: S samples of a batch, B samples of a micro-batch, T tokens of a row of ids, N trained tokens of a micro-batch,
+n those that one teacher scored, C rows of a chunk, V common vocabulary, R response tokens of one sample.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -18,172 +18,211 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distill.errors import StudentError, TeacherError
-from distill.objectives.rows import TokenRows
-from distill.types import Batch, Sample, ScoredSample, Signal, SignalSpec, TeacherScores
+from distill.objectives.head_loss import TeacherPart
+from distill.objectives.rows import Place, TokenRows
+from distill.types import Sample, ScoredSample, Signal, SignalSpec, TeacherScores
+from students.hf.packed_attention import Layout
 
 
-def length(item: ScoredSample) -> int:
-    return len(item.sample.prompt_ids) + len(item.sample.response_ids)
+@dataclass(frozen=True)
+class Lesson:
+    """A scored sample with what its whole batch says of it, so that it can be learnt in any micro-batch."""
+
+    item: ScoredSample
+    weight: float
+    """Factor of each of its trained tokens in the loss."""
+    outcome: float | None = None
+    """Advantage of its outcome, where rewards are mixed in."""
+
+    @property
+    def length(self) -> int:
+        return len(self.item.sample.prompt_ids) + len(self.item.sample.response_ids)
+
+    @cached_property
+    def trained(self) -> NDArray[np.int64]:
+        """Which response tokens carry a loss."""
+        mask = self.item.sample.loss_mask
+        return np.arange(len(self.item.sample.response_ids)) if mask is None else np.flatnonzero(mask)
 
 
-def require_sound(batch: Batch, spec: SignalSpec, vocab_size: int) -> None:
-    """Check, before any work, that every sample has the scores that the objective needs, one row a response token.
-
-    Raises TeacherError or StudentError naming the sample (and the teacher). Values are checked by the objective.
-    """
-    for item in batch.samples:
-        sample = item.sample
-        rows = len(sample.response_ids)
-        if rows == 0 or len(sample.prompt_ids) == 0 or sample.logprobs.shape != (rows,):
-            raise StudentError(
-                f"sample {sample.id}: {len(sample.prompt_ids)} prompt tokens, {rows} response tokens and "
-                f"log-probabilities of shape {sample.logprobs.shape}",
-                why="a response token needs a token before it, and the probability with which it was sampled",
-            )
-        if int(sample.response_ids.max()) >= vocab_size or int(sample.response_ids.min()) < 0:
-            raise StudentError(
-                f"sample {sample.id}: a response token lies outside of the common vocabulary of {vocab_size}",
-                why="the tokenizer cannot decode it, and the teachers cannot score it",
-            )
-        named = [scores.teacher for scores in item.scores]
-        if named != list(sample.teachers):
-            raise TeacherError(f"sample {sample.id}: scored by {named}, but its teachers are {list(sample.teachers)}")
-        for scores, weight in zip(item.scores, sample.teachers.values(), strict=True):
-            if weight != 0:
-                _require_shapes(sample, scores, spec, vocab_size)
-
-
-def _require_shapes(sample: Sample, scores: TeacherScores, spec: SignalSpec, vocab_size: int) -> None:
-    rows = len(sample.response_ids)
-    expected: dict[str, tuple[int, ...]] = {"logprobs": (rows,)}
-    if spec.signal is Signal.TOPK:
-        columns = min(spec.k, vocab_size)
-        expected |= {"topk_ids": (rows, columns), "topk_logprobs": (rows, columns), "log_tail": (rows,)}
-    elif spec.signal is Signal.FULL:
-        expected["full_logprobs"] = (rows, vocab_size)
-    for name, shape in expected.items():
-        array = getattr(scores, name)
-        if array is None or array.shape != shape:
-            got = "nothing" if array is None else f"shape {array.shape}"
-            raise TeacherError(
-                f"sample {sample.id}, teacher {scores.teacher}: {name} must have shape {shape}, got {got}",
-                why="row t of the scores is about response token t, so each token has exactly one row",
-                fix="check that the teacher scored the same token ids, over the common vocabulary",
-            )
-
-
-def split(samples: Sequence[ScoredSample], max_tokens: int) -> Iterator[tuple[ScoredSample, ...]]:
-    """Samples of similar length together, at most `max_tokens` each, padding included; never less than one sample.
+def split(lessons: Sequence[Lesson], max_tokens: int, *, packed: bool) -> Iterator[tuple[Lesson, ...]]:
+    """Micro-batches of at most `max_tokens` tokens, but never less than one sample. Padding counts, where there is any.
 
     Longest first, so that the largest micro-batch, and an out-of-memory error, comes first.
     """
-    ordered = sorted(samples, key=length, reverse=True)
+    ordered = sorted(lessons, key=lambda lesson: lesson.length, reverse=True)
     start = 0
     while start < len(ordered):
-        stop = start + max(1, max_tokens // length(ordered[start]))
-        yield tuple(ordered[start:stop])
-        start = stop
+        if packed:
+            ends = accumulate(lesson.length for lesson in ordered[start:])
+            count = sum(1 for _ in _while_at_most(ends, max_tokens))
+        else:
+            count = max_tokens // ordered[start].length
+        yield tuple(ordered[start : start + max(1, count)])
+        start += max(1, count)
+
+
+def _while_at_most(rising: Iterator[int], most: int) -> Iterator[int]:
+    for value in rising:
+        if value > most:
+            return
+        yield value
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples padded on the right. With causal attention no real token sees the padding, so there is no mask."""
+    """Samples laid end to end in one row (packed), or side by side and padded on the right.
 
-    samples: tuple[ScoredSample, ...]
+    With causal attention no real token sees padding on its right, so there is no mask. No token id means padding: an
+    end token that a tokenizer also pads with is learnt like any other.
+    """
+
+    lessons: tuple[Lesson, ...]
     input_ids_BT: Tensor
+    layout: Layout | None
     rows_N: Tensor
-    """Positions in the flattened (B*T) whose logits predict the response tokens, sample after sample."""
+    """Positions in the flattened (B*T) whose logits predict the trained tokens, sample after sample."""
     tokens_N: Tensor
-    behaviour_logp_N: Tensor
     device: torch.device
 
     @classmethod
-    def collate(cls, samples: tuple[ScoredSample, ...], device: torch.device) -> MicroBatch:
-        width = max(length(item) for item in samples)
-        ids = np.zeros((len(samples), width), np.int64)
+    def collate(cls, lessons: tuple[Lesson, ...], device: torch.device, *, packed: bool) -> MicroBatch:
+        lengths = [lesson.length for lesson in lessons]
+        width = sum(lengths) if packed else max(lengths)
+        starts = (
+            list(accumulate(lengths[:-1], initial=0)) if packed else [index * width for index in range(len(lengths))]
+        )
+        ids = np.zeros(width if packed else len(lessons) * width, np.int64)
         rows: list[NDArray[np.int64]] = []
-        for index, item in enumerate(samples):
-            prompt, response = item.sample.prompt_ids, item.sample.response_ids
-            ids[index, : length(item)] = np.concatenate([prompt, response])
+        for lesson, start in zip(lessons, starts, strict=True):
+            sample = lesson.item.sample
+            ids[start : start + lesson.length] = np.concatenate([sample.prompt_ids, sample.response_ids])
             # the position before a token predicts it
-            first = index * width + len(prompt) - 1
-            rows.append(np.arange(first, first + len(response), dtype=np.int64))
+            rows.append(start + len(sample.prompt_ids) - 1 + lesson.trained)
         return cls(
-            samples=samples,
-            input_ids_BT=torch.from_numpy(ids).to(device),
-            rows_N=_joined(rows, np.int64, device),
-            tokens_N=_joined([item.sample.response_ids for item in samples], np.int64, device),
-            behaviour_logp_N=_joined([item.sample.logprobs for item in samples], np.float32, device),
+            lessons=lessons,
+            input_ids_BT=torch.from_numpy(ids.reshape(-1, width)).to(device),
+            layout=Layout(lengths, device) if packed else None,
+            rows_N=joined(rows, np.int64, device),
+            tokens_N=joined([each.item.sample.response_ids[each.trained] for each in lessons], np.int64, device),
             device=device,
         )
 
-    def by_teacher(self, logits_NV: Tensor, spec: SignalSpec) -> Iterator[TeacherRows]:
-        """The rows of each teacher that scored here, with the weight of each row. Teachers of weight 0 are not read."""
-        ends = list(accumulate(len(item.sample.response_ids) for item in self.samples))
-        parts: dict[str, list[_Part]] = {}
-        for item, end in zip(self.samples, ends, strict=True):
-            for scores, weight in zip(item.scores, item.sample.teachers.values(), strict=True):
-                if weight != 0:
-                    span = range(end - len(item.sample.response_ids), end)
-                    parts.setdefault(scores.teacher, []).append(_Part(item.sample, scores, weight, span))
-        for teacher, its_parts in parts.items():
-            yield self._rows(teacher, its_parts, logits_NV, spec)
+    @property
+    def model_inputs(self) -> dict[str, Any]:
+        """Keywords of the model's forward pass."""
+        more = {} if self.layout is None else self.layout.model_inputs
+        return {"input_ids": self.input_ids_BT, "use_cache": False, **more}
 
-    def _rows(self, teacher: str, parts: list[_Part], logits_NV: Tensor, spec: SignalSpec) -> TeacherRows:
-        counts = [len(part.span) for part in parts]
-        tokens_N, behaviour_logp_N = self.tokens_N, self.behaviour_logp_N
-        if sum(counts) != len(tokens_N):
-            mine = _joined([np.asarray(part.span) for part in parts], np.int64, self.device)
-            logits_NV, tokens_N, behaviour_logp_N = logits_NV[mine], tokens_N[mine], behaviour_logp_N[mine]
-        scores = [part.scores for part in parts]
+    def teacher_parts(self, spec: SignalSpec, *, dtype: torch.dtype) -> list[TeacherPart]:
+        """The rows of each teacher that scored here, with their weights. Teachers of weight 0 are not read.
+
+        `dtype`: of the logits that the head will make for these rows.
+        """
+        ends = accumulate(len(lesson.trained) for lesson in self.lessons)
+        shares: dict[str, list[_Share]] = {}
+        for number, (lesson, end) in enumerate(zip(self.lessons, ends, strict=True)):
+            sample = lesson.item.sample
+            for scores, weight in zip(lesson.item.scores, sample.teachers.values(), strict=True):
+                if weight != 0:
+                    span = range(end - len(lesson.trained), end)
+                    shares.setdefault(scores.teacher, []).append(_Share(lesson, scores, weight, span, number))
+        return [self._part(teacher, its_shares, spec, dtype) for teacher, its_shares in shares.items()]
+
+    def _part(self, teacher: str, shares: list[_Share], spec: SignalSpec, dtype: torch.dtype) -> TeacherPart:
+        counts = [len(share.span) for share in shares]
+        index_n = torch.from_numpy(np.concatenate([np.asarray(share.span, np.int64) for share in shares]))
         signal: dict[str, Tensor] = {}
         if spec.signal is Signal.TOPK:
-            signal["topk_ids_NK"] = self._scores(scores, "topk_ids", np.int64)
-            signal["topk_logp_NK"] = self._scores(scores, "topk_logprobs", np.float32)
-            signal["log_tail_N"] = self._scores(scores, "log_tail", np.float32)
-        elif spec.signal is Signal.FULL:
-            signal["full_logp_NV"] = self._scores(scores, "full_logprobs", np.float32)
+            signal["topk_ids_NK"] = self._scores(shares, "topk_ids", np.int64)
+            signal["topk_logp_NK"] = self._scores(shares, "topk_logprobs", np.float32)
+            signal["log_tail_N"] = self._scores(shares, "log_tail", np.float32)
+        outcomes = [share.lesson.outcome for share in shares]
+        if all(outcome is not None for outcome in outcomes):
+            signal["outcome_N"] = self._repeated(np.asarray(outcomes, np.float32), counts)
         rows = TokenRows(
-            student_logits_NV=logits_NV,
-            tokens_N=tokens_N,
-            behaviour_logp_N=behaviour_logp_N,
-            teacher_logp_N=self._scores(scores, "logprobs", np.float32),
-            describe=partial(_describe, parts, list(accumulate(counts))),
+            student_logits_NV=torch.empty((sum(counts), 0), dtype=dtype, device=self.device),
+            tokens_N=self.tokens_N[index_n.to(self.device)],
+            behaviour_logp_N=joined([each.of_sample("logprobs") for each in shares], np.float32, self.device),
+            teacher_logp_N=self._scores(shares, "logprobs", np.float32),
+            sample_N=self._repeated(np.asarray([share.number for share in shares], np.int64), counts),
+            describe=partial(_describe, shares, list(accumulate(counts))),
             **signal,
         )
-        weights = np.repeat(np.asarray([part.weight for part in parts], np.float32), counts)
-        return TeacherRows(teacher, rows, torch.from_numpy(weights).to(self.device))
+        factors = np.asarray([share.weight * share.lesson.weight for share in shares])
+        # what gives full rows a chunk at a time need not be a tensor
+        full: Any = (
+            HostRows([each.of_scores("full_logprobs") for each in shares]) if spec.signal is Signal.FULL else None
+        )
+        return TeacherPart(
+            teacher=teacher,
+            rows=rows,
+            index_n=index_n,
+            weights_n=self._repeated(factors, counts),
+            full=full,
+        )
 
-    def _scores(self, scores: Sequence[TeacherScores], name: str, dtype: Any) -> Tensor:
-        return _joined([getattr(part, name) for part in scores], dtype, self.device)
+    def _scores(self, shares: Sequence[_Share], name: str, dtype: Any) -> Tensor:
+        return joined([share.of_scores(name) for share in shares], dtype, self.device)
+
+    def _repeated(self, values: NDArray[Any], counts: Sequence[int]) -> Tensor:
+        return torch.from_numpy(np.repeat(values, counts)).to(self.device)
 
 
 @dataclass(frozen=True)
-class TeacherRows:
-    """One teacher's rows of a micro-batch."""
+class _Share:
+    """One sample's rows of one teacher; `span` are its rows in the micro-batch, `number` its place there."""
 
-    teacher: str
-    rows: TokenRows
-    weights_N: Tensor
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One sample's rows of one teacher; `span` are its rows in the micro-batch."""
-
-    sample: Sample
+    lesson: Lesson
     scores: TeacherScores
     weight: float
     span: range
+    number: int
+
+    @property
+    def sample(self) -> Sample:
+        return self.lesson.item.sample
+
+    def of_scores(self, name: str) -> NDArray[Any]:
+        """The trained rows of the teacher's array `name`."""
+        return self._kept(getattr(self.scores, name))
+
+    def of_sample(self, name: str) -> NDArray[Any]:
+        return self._kept(getattr(self.sample, name))
+
+    def _kept(self, array: NDArray[Any]) -> NDArray[Any]:
+        # a plain view where every token is trained: full rows are large
+        return array if len(array) == len(self.lesson.trained) else array[self.lesson.trained]
 
 
-def _describe(parts: Sequence[_Part], ends: Sequence[int], row: int) -> str:
+class HostRows:
+    """Full rows of a teacher as they came, sample by sample, on the host. Only a chunk of them is ever copied."""
+
+    def __init__(self, arrays: Sequence[NDArray[np.float32]]) -> None:
+        self._arrays = arrays
+        self._ends = list(accumulate(len(array) for array in arrays))
+
+    def logp(self, keep: slice | Tensor, like_CV: Tensor) -> Tensor:
+        """log q (C, V) of the rows `keep`, which rise, with the dtype and on the device of `like_CV`."""
+        wanted = np.arange(self._ends[-1])[keep] if isinstance(keep, slice) else keep.cpu().numpy()
+        pieces: list[NDArray[np.float32]] = []
+        begin = 0
+        for array, end in zip(self._arrays, self._ends, strict=True):
+            first, last = np.searchsorted(wanted, [begin, end])
+            if last > first:
+                pieces.append(array[wanted[first:last] - begin])
+            begin = end
+        # copied, because what came through shared memory is read-only
+        return torch.from_numpy(np.concatenate(pieces)).to(like_CV)
+
+
+def _describe(shares: Sequence[_Share], ends: Sequence[int], row: int) -> Place:
     index = bisect_right(ends, row)
-    part = parts[index]
-    token = row - (ends[index] - len(part.span))
-    return f"sample {part.sample.id}, teacher {part.scores.teacher}, response token {token}"
+    share = shares[index]
+    token = int(share.lesson.trained[row - (ends[index] - len(share.span))])
+    text = f"sample {share.sample.id}, teacher {share.scores.teacher}, response token {token}"
+    return Place(text, share.sample.id, share.scores.teacher)
 
 
-def _joined(arrays: Sequence[NDArray[Any]], dtype: Any, device: torch.device) -> Tensor:
+def joined(arrays: Sequence[NDArray[Any]], dtype: Any, device: torch.device) -> Tensor:
     return torch.from_numpy(np.concatenate(arrays).astype(dtype, copy=False)).to(device)

@@ -1,7 +1,4 @@
-"""The Hugging Face model: loading it, its logits where they are needed, its weights by name, and its export.
-
-Legend: B samples, T padded length, N response tokens, D hidden, V common vocabulary.
-"""
+"""The Hugging Face model: loading it, its weights by name, and its export."""
 
 from __future__ import annotations
 
@@ -16,10 +13,12 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
 from distill.errors import ConfigError, EnvironmentFault
+from students.hf import lora
+from students.hf.folder import drain, write_config, write_weights
+from students.hf.shards import WeightNames, as_bytes, dtype_name
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -49,8 +48,8 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def load_model(folder: Path, vocab_size: int, device: torch.device) -> PreTrainedModel:
-    """The model in `folder` with float32 weights. Only local files are read, and no code from the folder is run.
+def load_model(folder: Path, vocab_size: int, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """The model in `folder` with weights in `dtype`. Only local files are read, and no code from the folder is run.
 
     Raises ConfigError when the folder holds no causal language model that can be read, or one with less than
     `vocab_size` rows in its head.
@@ -64,7 +63,7 @@ def load_model(folder: Path, vocab_size: int, device: torch.device) -> PreTraine
     transformers_logging.disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True
         )
         model, report = loaded
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # RuntimeError: shapes that do not fit
@@ -86,48 +85,49 @@ def load_model(folder: Path, vocab_size: int, device: torch.device) -> PreTraine
             f"student.model: the head of {folder} has {rows} rows, the tokenizer {vocab_size} tokens",
             why="a token without a row can be neither written nor learnt",
         )
+    # its row would get no gradient from being read, although a tokenizer may pad with an end token that means something
+    embeddings: Any = model.get_input_embeddings()
+    embeddings.padding_idx = None
     return model.to(device)  # pyright: ignore[reportArgumentType]: its stub takes `self` for the device
 
 
-def response_logits(model: PreTrainedModel, input_ids_BT: Tensor, rows_N: Tensor, vocab_size: int) -> Tensor:
-    """Float32 logits (N, V) at the flattened positions `rows_N`, cut to the common vocabulary.
-
-    The other positions never meet the head: a hook hands it only these hidden states, so that whatever the model does
-    around its head (scaling, soft caps) still happens.
-    """
-
-    def only_these(_module: torch.nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-        (hidden_BTD,) = args
-        return (hidden_BTD.flatten(0, 1).index_select(0, rows_N).unsqueeze(0),)
-
-    head: Any = model.get_output_embeddings()
-    hook = head.register_forward_pre_hook(only_these)
-    try:
-        logits_1NV: Tensor = model(input_ids=input_ids_BT, use_cache=False).logits
-    finally:
-        hook.remove()
-    return logits_1NV[0, :, :vocab_size].float()
-
-
-def hf_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights under the names that `save_pretrained` gives them, tied ones once. Not copied, except where the file
-    layout differs from the model's own (fused experts)."""
+def model_state(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The model's tensors under its own names, tied ones once, adapters merged in."""
     tied: Any = model.all_tied_weights_keys
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-    return revert_weight_conversion(model, state)
+    return ((name, tensor) for name, tensor in lora.merged(model) if name not in tied)
 
 
-def weight_bytes(model: PreTrainedModel) -> Iterator[tuple[str, str, tuple[int, ...], NDArray[np.uint8]]]:
-    """(name, dtype name, shape, flat view of the bytes). On the CPU the views share the model's memory: they are good
-    until the next step."""
-    for name, tensor in hf_weights(model).items():
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        yield name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat
+def embedding_names(model: PreTrainedModel) -> set[str]:
+    """Names of the parameters that have a row a token: the embeddings and the head."""
+    embeddings: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    weights = {id(module.weight) for module in embeddings}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in weights}
 
 
-def write_model(model: PreTrainedModel, tokenizer: Path, folder: Path) -> None:
-    """Write an ordinary Hugging Face folder: safetensors, config, generation config, and the tokenizer's own files."""
-    model.save_pretrained(folder)
+def weight_bytes(
+    model: PreTrainedModel, names: WeightNames
+) -> Iterator[tuple[str, str, tuple[int, ...], NDArray[np.uint8]]]:
+    """(name, dtype name, shape, flat view of the bytes). On the CPU the views share the model's memory where they can:
+    they are good until the next step. Collective."""
+    for name, tensor in names.whole(model_state(model)):
+        yield name, dtype_name(tensor.dtype), tuple(tensor.shape), as_bytes(tensor)
+
+
+def write_model(model: PreTrainedModel, names: WeightNames, tokenizer: Path, folder: Path, *, first: bool) -> None:
+    """Write an ordinary Hugging Face folder: safetensors, config, generation config, and the tokenizer's own files.
+
+    Collective; only the `first` rank writes. No rank holds more than one gathered tensor (a layer, of fused experts).
+    """
+    tensors = names.whole(model_state(model))
+    if not first:
+        drain(tensors)
+        return
+    write_weights(folder, names.stored, tensors)
+    write_config(model, dtype_name(names.stored[0].dtype), folder)
+    copy_tokenizer(tokenizer, folder)
+
+
+def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
     for name in TOKENIZER_FILES:
         if (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, folder / name)

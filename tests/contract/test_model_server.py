@@ -19,7 +19,7 @@ import pytest
 
 from distill.errors import ServerError, TeacherError
 from distill.serving.client import ServerClient
-from distill.types import GenerateRequest, ScoreRequest, Signal, SignalSpec
+from distill.types import GenerateRequest, ScoreRequest, Signal, SignalSpec, Support
 from tests.builders_serving import (
     CONTEXT,
     VOCAB,
@@ -176,6 +176,77 @@ async def test_top_k_scores_are_those_of_transformers_with_the_mass_beside_them(
         tail = 1 - np.exp(np.take_along_axis(rows, order, 1).astype(np.float64)).sum(1)
         np.testing.assert_allclose(np.exp(scores.log_tail), tail, atol=1e-5)
         np.testing.assert_allclose(scores.logprobs, rows[np.arange(len(ids)), ids], atol=1e-5)
+
+
+def long_sequences(k: int) -> list[ScoreRequest]:
+    """Responses longer than a request for one piece of their rows, and one token, with k random ids for each row."""
+    random = np.random.default_rng(6)
+    return [
+        ScoreRequest(
+            f"c{length}",
+            random.integers(3, VOCAB, length).astype(np.int32),
+            rows,
+            random.permuted(np.tile(np.arange(VOCAB, dtype=np.int32), (rows, 1)), axis=1)[:, :k],
+        )
+        for length, rows in [(60, 41), (20, 16), (9, 1)]
+    ]
+
+
+async def test_scores_at_ids_of_the_students_choice_are_those_of_transformers(
+    served: Served, client: ServerClient
+) -> None:
+    requests = long_sequences(5)
+    found = await client.score(requests, SignalSpec(Signal.TOPK, 5, Support.STUDENT), "algebra", "v0")
+    for request, scores in zip(requests, found, strict=True):
+        rows, ids = rows_of(reference_logprobs(served.model, request.input_ids), request)
+        assert request.student_ids is not None
+        assert scores.topk_ids is not None and scores.topk_logprobs is not None and scores.log_tail is not None
+        np.testing.assert_array_equal(scores.topk_ids, request.student_ids)
+        named = np.take_along_axis(rows, request.student_ids.astype(np.intp), 1)
+        np.testing.assert_allclose(scores.topk_logprobs, named, atol=1e-5)
+        whole = np.exp(scores.topk_logprobs.astype(np.float64)).sum(1) + np.exp(scores.log_tail.astype(np.float64))
+        np.testing.assert_allclose(whole, 1, atol=1e-5)
+        np.testing.assert_allclose(scores.logprobs, rows[np.arange(len(ids)), ids], atol=1e-5)
+
+
+async def test_a_union_names_the_ids_of_both_models_once(served: Served, client: ServerClient) -> None:
+    requests = long_sequences(5)
+    found = await client.score(requests, SignalSpec(Signal.TOPK, 5, Support.UNION), "algebra", "v0")
+    shared = 0
+    for request, scores in zip(requests, found, strict=True):
+        rows, _ = rows_of(reference_logprobs(served.model, request.input_ids), request)
+        assert request.student_ids is not None
+        assert scores.topk_ids is not None and scores.topk_logprobs is not None and scores.log_tail is not None
+        assert scores.topk_ids.shape == scores.topk_logprobs.shape == (request.response_len, 10)
+        for row, names, values, tail, students in zip(
+            rows, scores.topk_ids, scores.topk_logprobs, scores.log_tail, request.student_ids, strict=True
+        ):
+            used = names[names >= 0]
+            assert sorted(used) == sorted({*students.tolist(), *np.argsort(-row, kind="stable")[:5].tolist()})
+            np.testing.assert_allclose(values[names >= 0], row[used], atol=1e-5)
+            assert (values[names < 0] == -np.inf).all()
+            assert abs(np.exp(row[used].astype(np.float64)).sum() + np.exp(float(tail)) - 1) < 1e-5
+            shared += int((names < 0).sum())
+    assert shared > 0, "the two never name the same id: nothing was tested"
+
+
+async def test_written_tokens_come_with_the_most_probable_ids_before_temperature_and_cuts(
+    served: Served, client: ServerClient
+) -> None:
+    prompts = [np.array(ids, np.int32) for ids in ([5, 9, 11], [7], [3, 60, 4, 8, 13, 21])]
+    requests = [
+        GenerateRequest("hot", prompts[0], 20, temperature=1.3, report_k=4),
+        GenerateRequest("cold", prompts[1], 20, temperature=0.6, top_p=0.5, top_k=2, seed=1, report_k=6),
+        GenerateRequest("greedy", prompts[2], 20, temperature=0.0, report_k=1),
+        GenerateRequest("none", prompts[2], 20),
+    ]
+    *answers, plain = await client.generate(requests)
+    assert plain.topk_ids is None
+    for request, answer in zip(requests, answers, strict=False):
+        whole = np.concatenate([request.input_ids, answer.output_ids])
+        rows = reference_logprobs(served.model, whole)[len(request.input_ids) - 1 : -1]
+        assert answer.topk_ids is not None and answer.topk_ids.dtype == np.int32
+        np.testing.assert_array_equal(answer.topk_ids, np.argsort(-rows, axis=1, kind="stable")[:, : request.report_k])
 
 
 async def test_full_scores_are_those_of_transformers_in_vocabulary_order(served: Served, client: ServerClient) -> None:

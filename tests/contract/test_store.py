@@ -78,6 +78,68 @@ async def test_a_snapshot_keeps_what_was_taken_but_not_trained(make_store: MakeS
     assert all(same(left, right) for left, right in zip(back, items[1:], strict=True))
 
 
+async def test_a_snapshot_keeps_every_member_of_a_sample_exactly(make_store: MakeStore) -> None:
+    plain = scored(0, length=3)
+    full = dataclasses.replace(
+        scored(1, length=3, k=2),
+        sample=dataclasses.replace(
+            scored(1, length=3, k=2).sample,
+            topk_ids=np.arange(6, dtype=np.int32).reshape(3, 2),
+            loss_mask=np.array([1, 0, 1], np.int8),
+            reward=0.1,
+            trajectory="t-7",
+        ),
+    )
+    store, again = make_store(capacity=10), make_store(capacity=10)
+    for item in (plain, full):
+        await store.put(item)
+    again.restore(store.snapshot())
+    back = await again.take(2)
+    assert all(same(left, right) for left, right in zip(back, (plain, full), strict=True))
+    assert (back[1].sample.reward, back[1].sample.loss_tokens, back[0].sample.loss_mask) == (0.1, 2, None)
+
+
+async def test_a_sample_set_aside_is_neither_waited_for_nor_given_out_nor_written_again(make_store: MakeStore) -> None:
+    store = make_store(capacity=10)
+    for ordinal in (0, 2, 4, 5):
+        await store.put(scored(ordinal))
+    taking = asyncio.create_task(store.take(4))
+    await asyncio.sleep(0)
+    await store.skip(1)
+    await store.skip(3)
+    assert [item.sample.ordinal for item in await taking] == [0, 2]
+    await store.skip(2)  # it was taken already: the student refuses it
+    assert (len(store), store.ordinals) == (3, {0, 1, 2, 3, 4, 5})
+    again = make_store(capacity=10)
+    again.restore(store.snapshot())
+    assert again.ordinals == {0, 1, 2, 3, 4, 5} and again.missing(6) == []
+    rest = await again.take(4)
+    await again.commit(rest)
+    assert ([item.sample.ordinal for item in rest], again.ordinals, again.missing(3)) == ([0], {4, 5}, [6])
+
+
+async def test_skipping_makes_room(make_store: MakeStore) -> None:
+    store = make_store(capacity=2)
+    await store.put(scored(1))
+    waiting = asyncio.create_task(store.put(scored(2)))
+    await asyncio.sleep(0)
+    await store.skip(0)
+    assert not waiting.done()
+    await store.commit(await store.take(2))
+    await waiting
+    assert store.ordinals == {2}
+
+
+async def test_what_was_set_aside_or_trained_is_never_stored_or_set_aside_again(make_store: MakeStore) -> None:
+    store = make_store(capacity=10)
+    await store.put(scored(0))
+    await store.skip(1)
+    await store.commit(await store.take(1))
+    for again in (store.put(scored(1)), store.skip(1), store.skip(0)):
+        with pytest.raises(AssertionError, match="before"):
+            await again
+
+
 async def test_a_broken_snapshot_is_refused(make_store: MakeStore) -> None:
     store = make_store(capacity=10)
     await store.put(scored(0))

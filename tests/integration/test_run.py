@@ -116,8 +116,10 @@ def test_a_finished_run_is_not_resumed_for_nothing_and_not_overwritten(tmp_path:
         {"name": "policy_gradient"},
         {"name": "reverse_kl", "support": "teacher_topk", "k": 4},
         {"name": "forward_kl", "support": "full"},
+        {"name": "reverse_kl", "support": "student_topk", "k": 4},
+        {"name": "reverse_kl", "support": "union", "k": 3},
     ],
-    ids=lambda value: value["name"],
+    ids=lambda value: "-".join(str(value.get(key, "")) for key in ("name", "support")),
 )
 def test_every_kind_of_signal_trains_over_two_servers_and_two_slots(tmp_path: Path, objective: dict[str, Any]) -> None:
     data = [

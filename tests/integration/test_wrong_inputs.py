@@ -100,7 +100,53 @@ def broken_json(folder: Path) -> None:
     (folder / "math.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
 
 
+def data_pipe(folder: Path) -> None:
+    (folder / "math.jsonl").unlink()
+    os.mkfifo(folder / "math.jsonl")
+
+
+def config_pipe(folder: Path) -> None:
+    (folder / "experts/math/config.json").unlink()
+    os.mkfifo(folder / "experts/math/config.json")
+
+
+def write_domain(domain: str) -> Break:
+    def breaks(folder: Path) -> None:
+        change("data", [{"path": "math.jsonl", "teachers": ["math", "code"]}])(folder)
+        write_jsonl(folder / "math.jsonl", [{"prompt": "ab=", "domain": domain}])
+
+    return breaks
+
+
+def finished_run(folder: Path) -> list[str]:
+    place = folder / "old/checkpoints/step-00000003"
+    (place / "student").mkdir(parents=True)
+    (place / "samples.dpk").touch()
+    (place / "state.json").write_text(json.dumps({"step": 3, "identity": {}}))
+    return ["resume=old"]
+
+
 CASES = [
+    Case("data that are a pipe", data_pipe, 2, ("{0}/math.jsonl is a pipe, a socket or a device",)),
+    Case("a model's configuration that is a pipe", config_pipe, 2, ("{0}/experts/math has no config.json",)),
+    Case("a domain with a slash", write_domain("a/b"), 2, ("{0}/math.jsonl:1: the domain 'a/b'", "metrics' names")),
+    Case("a domain with a line break", write_domain("a\nb"), 2, ("{0}/math.jsonl:1: the domain 'a\\nb'",)),
+    Case(
+        "a row without an end",
+        lambda folder: (folder / "math.jsonl").write_text("[" * 200_000 + "\n") and None,
+        2,
+        ("{0}/math.jsonl:1: nested too deeply",),
+    ),
+    Case("resume of a finished run", finished_run, 2, ("{0}/old has already trained 3 of 3 steps",)),
+    Case(
+        "resume with something else",
+        lambda folder: [*finished_run(folder), "trainer.steps=9"],
+        2,
+        ("resume: run.seed is 0, and {0}/old/checkpoints/step-00000003 was made with None",),
+    ),
+    Case("a device that is not there", command_line("student.device=cuda:99"), 3, ("student.device is cuda:99",)),
+    Case("an interpreter that is none", command_line("server.python=/nope"), 2, ("/nope is not a program",)),
+    Case("a part that does not fit", command_line("evaluation.grader=json:loads"), 2, ("json:loads is no grader",)),
     Case("missing file", renamed, 2, ("there is no file {0}/teachers.yaml", "did you mean {0}/teachers.yml?")),
     Case(
         "unknown key",
@@ -301,10 +347,10 @@ CASES = [
         ("no end token", "eos_token"),
     ),
     Case(
-        "an adapter without its base",
+        "an adapter",
         adapter_without_base,
         2,
-        ("is a LoRA adapter", "give teachers.math.base"),
+        ("is a LoRA adapter", "merge it into its base"),
     ),
     Case(
         "no weights",

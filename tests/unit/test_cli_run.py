@@ -117,6 +117,15 @@ def test_the_schema_is_valid_json_with_descriptions(capsys: pytest.CaptureFixtur
         (["--cfg", "hydra"], "--cfg"),
         (["docter"], "did you mean 'doctor'"),
         (["a.yaml", "b.yaml"], "neither a second file"),
+        (["--version", "x"], "--version stands alone, and 'x' would be ignored"),
+        (["--dry-run", "--cfg", "job"], "print different things"),
+        (["schema", "x.yaml"], "schema makes no use of x.yaml"),
+        (["schema", "trainer.steps=3"], "schema makes no use of trainer.steps=3"),
+        (["doctor", "trainer.steps=3"], "doctor makes no use of trainer.steps=3"),
+        (["doctor", "x.yaml", "--dry-run"], "doctor makes no use of --dry-run"),
+        (["a=b.yaml"], "there is no file"),
+        (["trainer.steps"], "settings are written trainer.steps=VALUE"),
+        ([""], "an argument is empty"),
     ],
 )
 def test_a_wrong_command_line_is_a_configuration_error(
@@ -149,12 +158,41 @@ def test_every_end_has_its_exit_code(
     assert ("Traceback" in err) == (code == 1)
 
 
-def test_a_reader_who_leaves_is_no_error() -> None:
+OUTPUTS = [["schema"], ["--help"], ["--version"], ["--cfg", "job"]]
+
+
+@pytest.mark.parametrize("arguments", [*OUTPUTS, ["--dry-run"]], ids=" ".join)
+def test_a_reader_who_leaves_is_no_error(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    done = python("-m", "distill.cli.run", "schema", stdout=writer)
+    done = python("-m", "distill.cli.run", *arguments, stdout=writer)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("arguments", [*OUTPUTS, ["--dry-run"]], ids=" ".join)
+def test_an_output_that_is_full_is_a_fault_of_the_machine(arguments: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = python("-m", "distill.cli.run", *arguments, stdout=full.fileno())
+    assert done.returncode == 3
+    assert done.stderr == "error: cannot write to standard output: No space left on device\n"
+
+
+def test_a_terminal_that_knows_ascii_only_gets_ascii() -> None:
+    done = python("-X", "utf8=0", "-c", ASCII_ONLY)
+    assert done.returncode == 0, done.stderr
+    assert "+---" in done.stdout and "\\u2264" in done.stdout
+
+
+ASCII_ONLY = """
+import io, sys
+sys.stdout = io.TextIOWrapper(sys.stdout.buffer, encoding="ascii")
+from rich.table import Table
+from distill.cli.program import show
+table = Table("what")
+table.add_row("\u2264")
+show(table)
+"""
 
 
 def test_the_doctor_tells_of_the_machine_and_of_the_run(

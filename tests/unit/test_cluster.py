@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 
+import numpy as np
 import pytest
 
-from distill.cluster import Cluster, Remote
+from distill.cluster import Cluster, Remote, Shared, _death  # pyright: ignore[reportPrivateUsage]
 from distill.errors import ConfigError, EnvironmentFault, ServerError, StudentError, TeacherError
 
 pytestmark = pytest.mark.timeout(180)
@@ -37,6 +39,9 @@ class Counter:
         import time
 
         time.sleep(seconds)
+
+    def total(self, numbers: np.ndarray) -> float:
+        return float(numbers.sum())
 
     def setting(self) -> str:
         return os.environ["OMP_NUM_THREADS"]
@@ -69,6 +74,19 @@ async def test_calls_run_in_another_process_with_its_own_environment(counter: Re
     assert await counter.pid() != os.getpid()
 
 
+async def test_a_value_in_shared_memory_reaches_every_actor_and_functions_run_there_too(
+    cluster: Cluster, counter: Remote
+) -> None:
+    numbers = Shared.put(np.arange(100_000.0))
+    other = cluster.actor("other", failure=ServerError)
+    await other.make(COUNTER, (1,), {}, 60)
+    for remote in (counter, other):
+        assert await remote.call("total", numbers, deadline_s=60) == np.arange(100_000.0).sum()
+    assert await other.run("os:getpid", deadline_s=60) == await other.pid()
+    ipaddress.ip_address(await other.host())
+    other.kill()
+
+
 async def test_our_errors_cross_whole_and_strange_ones_stay_strange(counter: Remote) -> None:
     with pytest.raises(TeacherError) as caught:
         await counter.call("fail_like_a_teacher", deadline_s=60)
@@ -99,3 +117,31 @@ async def test_a_call_past_its_deadline_is_named(cluster: Cluster) -> None:
 def test_a_cluster_that_is_not_there_is_an_environment_fault() -> None:
     with pytest.raises(EnvironmentFault, match="Ray did not start"), Cluster("127.0.0.1:1"):
         pass
+
+
+RAYLET_DIED = """The actor died unexpectedly before finishing this task.
+\tclass_name: _Actor
+\tpid: 15229
+The actor is dead because its owner has died. Owner worker exit type: SYSTEM_ERROR Worker exit detail: \
+Owner's node has crashed."""
+WORKER_DIED = """The actor died unexpectedly before finishing this task.
+\tclass_name: _Actor
+The actor is dead because its worker process has died. Worker exit detail: Worker unexpectedly exits with a connection \
+error code 2. End of file. Some common causes include: (1) the process was killed by the OOM killer"""
+
+
+def test_a_death_is_told_as_ray_tells_it() -> None:
+    """Recorded from Ray 2.5x, once with the raylet killed and once with the actor's own process."""
+    what, why = _death("student", RAYLET_DIED)
+    assert what == "student: Ray's process on its machine (raylet) died, and student with it,"
+    assert why.endswith("Owner's node has crashed.")
+    what, why = _death("student", WORKER_DIED)
+    assert what == "student: its process died"
+    assert why.startswith("The actor is dead because its worker process has died") and why.endswith("End of file.")
+    assert _death("student", "") == ("student: its process died", "")
+
+
+def test_ray_leaves_nothing_behind(cluster: Cluster) -> None:
+    """The cluster of this module is at work: its folder is there, and not in /tmp/ray."""
+    folder = cluster._folder  # pyright: ignore[reportPrivateUsage]
+    assert folder is not None and (folder.path / "session_latest" / "sockets").is_dir()

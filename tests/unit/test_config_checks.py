@@ -57,6 +57,34 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("ports beyond the last", {"server": {"port": 65535}}, "take at most 65534"),
     ("a broken batch", {"rollout": {"samples_per_prompt": 3}}, "take 3 or 6"),
     ("a store smaller than a batch", {"store": {"capacity": 3}}, "store.capacity is 3, less than one batch (4)"),
+    (
+        "an outcome without a group",
+        {"objective": {"name": "policy_gradient", "outcome": {}}},
+        "rollout.samples_per_prompt is 1, and objective.outcome compares a reward",
+    ),
+    (
+        "an outcome without a batch",
+        {
+            "objective": {"name": "policy_gradient", "outcome": {"baseline": "batch"}},
+            "trainer": {"steps": 1, "batch_size": 1},
+        },
+        "trainer.batch_size is 1, and objective.outcome compares a reward",
+    ),
+    (
+        "a weight that another mix ignores",
+        {"objective": {"outcome": {"mix": "loss", "weight": 2.0, "baseline": "none"}}},
+        "objective.outcome.weight has no effect with mix=loss",
+    ),
+    (
+        "a deviation that divides nothing",
+        {"objective": {"outcome": {"mix": "loss", "baseline": "batch", "use_std": False, "ddof": 0}}},
+        "objective.outcome.ddof has no effect with use_std=false",
+    ),
+    (
+        "an outcome of an unknown grader",
+        {"objective": {"outcome": {"grader": "exact_macth", "baseline": "none"}}},
+        "objective.outcome.grader: there is no grader 'exact_macth'",
+    ),
     ("evaluation of nothing", {"evaluation": {"every": 5}}, "evaluation.every is given, but evaluation.data is empty"),
     (
         "a held-out domain with a typo",
@@ -70,6 +98,34 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("a project without wandb", {"observe": {"wandb_project": "x"}}, "wandb is not in observe.sinks"),
     ("a beta of one", {"student": {"model": "x", "betas": [0.9, 1.0]}}, "student.betas.1 must be in [0, 1)"),
+    (
+        "domain weights without their reduction",
+        {"objective": {"domain_weights": {"math": 1, "code": 2}}},
+        "objective.domain_weights has no effect with objective.reduction=token_mean",
+    ),
+    (
+        "a weight for a domain with a typo",
+        {"objective": {"reduction": "domain_balanced", "domain_weights": {"maht": 1, "code": 1}}},
+        "did you mean 'math'",
+    ),
+    (
+        "a domain without a weight",
+        {"objective": {"reduction": "domain_balanced", "domain_weights": {"math": 1}}},
+        "objective.domain_weights has none for the domain 'code'",
+    ),
+    (
+        "domain weights of nothing",
+        {"objective": {"reduction": "domain_balanced", "domain_weights": {"math": 0, "code": 0}}},
+        "leaves every domain out",
+    ),
+    (
+        "a mixture of one teacher",
+        {
+            "data": [{"path": "x", "teachers": ["math"]}, {"path": "y", "teachers": ["code"]}],
+            "objective": {"mixture": "geometric"},
+        },
+        "objective.mixture is geometric, but every sample has a single teacher",
+    ),
     ("an unknown sink", {"observe": {"sinks": ["jsonl", "tensorbord"]}}, "did you mean 'tensorboard'"),
     ("an unknown scheduler", {"teacher_manager": {"scheduler": "anounced"}}, "did you mean 'announced'"),
     ("an unknown grader", {"evaluation": {"grader": "exact"}}, "there is no grader 'exact'"),
@@ -99,6 +155,11 @@ def test_a_class_of_the_users_own_is_a_name_too() -> None:
 
 def test_a_held_out_domain_may_name_its_teachers() -> None:
     check(config(evaluation={"data": [{"path": "x", "domain": "unseen", "teachers": ["math"]}]}))
+
+
+def test_domains_and_teachers_that_rows_name_are_not_guessed_at() -> None:
+    weights = {"reduction": "domain_balanced", "domain_weights": {"chem": 1}}
+    check(config(data=[{"path": "x"}], objective={**weights, "mixture": "arithmetic"}))
 
 
 def test_all_findings_are_told_at_once_with_their_places() -> None:

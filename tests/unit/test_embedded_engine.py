@@ -349,6 +349,26 @@ def test_retracting_without_a_change_does_not_change_the_text(folder: Path) -> N
     assert result.retractions == 1 and result.spans == [("v0", 0, 30)]
 
 
+def test_every_token_has_the_top_row_that_its_job_asked_for_in_company_and_over_a_retraction(folder: Path) -> None:
+    def twice() -> None:
+        engine.pause("retract")
+        engine.resume()
+
+    with running_engine(folder) as engine:
+        jobs = [job(prompt(5 + k, seed=k), 30, seed=k, top=k, temperature=0.8) for k in (3, 0, 7)]
+        jobs[0].on_progress = at_token(12, lambda: engine.run_between_steps(twice))
+        results = finish(engine, *jobs)
+    for one, result in zip(jobs, results, strict=True):
+        k = one.wanted.top_k
+        whole = one.prompt.tolist() + result.output_ids.tolist()
+        rows = reference_rows(reference(folder), whole, temperature=0.8)[len(one.prompt) - 1 :]
+        assert result.retractions == 1 and len(result.output_ids) == 30
+        assert len(result.output_tops) == (30 if k else 0)
+        for row, (ids, values) in zip(rows, result.output_tops, strict=k > 0):
+            assert ids.tolist() == np.argsort(-row, kind="stable")[:k].tolist()
+            assert np.allclose(values, row[ids], atol=1e-5)
+
+
 def test_abort_hands_out_what_was_written_and_spares_the_others(folder: Path) -> None:
     ids = prompt(9)
     with running_engine(folder) as engine:
@@ -453,15 +473,16 @@ def test_a_decode_step_that_fails_costs_only_the_request_at_fault(
                 assert wait(one.done).output_ids.tolist() == before.output_ids.tolist()
 
 
-def test_numbers_that_are_not_finite_fail_the_request_and_not_the_server(folder: Path) -> None:
+def test_numbers_that_are_not_finite_end_no_server_no_answer_and_are_not_hidden(folder: Path) -> None:
     with running_engine(folder) as engine:
         weight = live_tensors(engine.require_model().model)["model.norm.weight"]
         kept = copy.deepcopy(weight)
         wait(engine.run_between_steps(lambda: weight.fill_(torch.nan)))
-        for broken in (job(prompt(4), 5), job(prompt(4), 0, start=0)):
-            engine.submit([broken])
-            with pytest.raises(ServerError, match="not finite"):
-                wait(broken.done)
+        engine.submit([broken := job(prompt(4), 5)])
+        with pytest.raises(ServerError, match="not finite"):
+            wait(broken.done)
+        (scored,) = finish(engine, job(prompt(4), 0, start=0))
+        assert scored.scores is not None and np.isnan(scored.scores.logprobs).all(), "the client refuses these"
         wait(engine.run_between_steps(lambda: weight.copy_(kept)))
         (result,) = finish(engine, job(prompt(4), 5))
     assert np.isfinite(result.output_logprobs).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import itertools
 import json
@@ -230,7 +231,13 @@ def test_packed_scores_hold_all_rows_of_the_batch_one_after_the_other(shared: Se
     )
     counts = [len(ids) - 1 - start for ids, start in zip(batch, starts, strict=True)]
     assert meta["items"] == [
-        {"id": rid, "prompt_tokens": len(ids), "rows": rows, "weight_version": "v0"}
+        {
+            "id": rid,
+            "prompt_tokens": len(ids),
+            "rows": rows,
+            "weight_version": "v0",
+            "digest": xxhash.xxh3_64_hexdigest(np.array(ids, "<i4").tobytes()),
+        }
         for rid, ids, rows in zip("xyz", batch, counts, strict=True)
     ]
     model = reference(folder)
@@ -241,13 +248,11 @@ def test_packed_scores_hold_all_rows_of_the_batch_one_after_the_other(shared: Se
     dtypes = {name: array.dtype.str for name, array in arrays.items()}
     assert dtypes == {
         "logprobs": "<f4",
-        "token_ids": "<i4",
         "topk_ids": "<i4",
         "topk_logprobs": "<f4",
         "log_tail": "<f4",
         "full_logprobs": "<f4",
     }
-    assert arrays["token_ids"].tolist() == targets.tolist()
     assert np.allclose(arrays["logprobs"], rows[np.arange(len(rows)), targets], atol=1e-5)
     assert np.allclose(arrays["full_logprobs"], rows, atol=1e-5)
     assert np.allclose(arrays["topk_logprobs"], -np.sort(-rows, -1)[:, :4], atol=1e-5)
@@ -273,6 +278,102 @@ def test_a_single_sequence_is_a_list_of_one_and_no_rows_are_an_empty_array(share
 def test_the_whole_vocabulary_leaves_no_tail(shared: Server) -> None:
     _, arrays = packed(shared, prompt(5), logprob_start_len=0, top_logprobs_num=VOCAB)
     assert (arrays["log_tail"] == -math.inf).all()
+
+
+def with_row_ids(server: Server, ids: Any, row_ids: np.ndarray, **extra: Any) -> tuple[int, bytes]:
+    """A scoring request in a packed body, with further ids for each row."""
+    body = packing.pack(score_body(ids, return_packed=True, **extra), {"row_ids": row_ids})
+    status, raw, _ = server.call("POST", "/generate", body, kind=packing.CONTENT_TYPE)
+    return status, raw
+
+
+@pytest.mark.parametrize("top", [0, 6])
+def test_rows_are_scored_at_ids_of_their_own_and_the_tail_is_beside_all_ids(
+    shared: Server, folder: Path, top: int
+) -> None:
+    batch, starts = [prompt(7, seed=1), prompt(12, seed=2), prompt(3, seed=3)], [2, 0, 2]
+    model = reference(folder)
+    rows = np.concatenate([reference_rows(model, ids)[start:] for ids, start in zip(batch, starts, strict=True)])
+    row_ids = np.random.default_rng(0).permuted(np.tile(np.arange(VOCAB, dtype=np.int32), (len(rows), 1)), axis=1)[
+        :, :9
+    ]
+    status, raw = with_row_ids(shared, batch, row_ids, logprob_start_len=starts, top_logprobs_num=top)
+    assert status == 200, raw
+    meta, arrays = packing.unpack(raw)
+    assert set(arrays) == {"logprobs", "row_logprobs", "log_tail"} | ({"topk_ids", "topk_logprobs"} if top else set())
+    assert np.allclose(arrays["row_logprobs"], np.take_along_axis(rows, row_ids.astype(int), 1), atol=1e-5)
+    for row, own, tail in zip(rows, row_ids, arrays["log_tail"], strict=True):
+        named = {*own.tolist(), *np.argsort(-row)[:top].tolist()}
+        rest = np.delete(row.astype(np.float64), sorted(named))
+        assert abs(tail - np.log(np.exp(rest).sum())) < 1e-4
+    first = np.array(batch[0], "<i4").tobytes() + row_ids[:4].tobytes()
+    assert meta["items"][0]["digest"] == xxhash.xxh3_64_hexdigest(first)
+
+
+def test_row_ids_cost_eight_bytes_an_entry_up_and_down_and_eight_a_row(shared: Server) -> None:
+    ids, sizes = prompt(100), {}
+    for k in (4, 12):
+        row_ids = np.tile(np.arange(k, dtype=np.int32), (99, 1))
+        _, raw = with_row_ids(shared, ids, row_ids, logprob_start_len=0)
+        sizes[k] = row_ids.nbytes + len(raw)
+    assert sizes[12] - sizes[4] == 99 * 8 * 8
+    assert sizes[4] < 99 * 8 * (4 + 1) + 400  # one header whatever the length
+
+
+THREE_ROWS = np.array([[1, 2], [3, 4], [5, 6]], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("row_ids", "extra", "complaint"),
+    [
+        (THREE_ROWS[:2], {}, "int32 (3, at least 1) was expected"),
+        (THREE_ROWS.astype(np.int64), {}, "int64 (3, 2)"),
+        (THREE_ROWS[:, :0], {}, "int32 (3, 0)"),
+        (THREE_ROWS.ravel(), {}, "int32 (6,)"),
+        (THREE_ROWS + VOCAB - 6, {}, f"vocabulary of {VOCAB}"),
+        (THREE_ROWS - 2, {}, f"vocabulary of {VOCAB}"),
+        (THREE_ROWS // 2 * 2 + np.array([[2, 0]], np.int32), {}, "twice"),
+        (THREE_ROWS, {"return_packed": False}, "return_packed"),
+    ],
+)
+def test_row_ids_that_do_not_fit_the_request_are_refused(
+    shared: Server, row_ids: np.ndarray, extra: dict[str, Any], complaint: str
+) -> None:
+    body = {**score_body([1, 2, 3, 4], logprob_start_len=0, return_packed=True), **extra}
+    raw = packing.pack(body, {"row_ids": row_ids})
+    status, reply, _ = shared.call("POST", "/generate", raw, kind=packing.CONTENT_TYPE)
+    assert status == 400 and complaint in json.loads(reply)["error"]["message"]
+
+
+def test_a_packed_body_that_is_none_or_brings_other_arrays_is_refused(shared: Server) -> None:
+    body = score_body([1, 2, 3, 4], logprob_start_len=0, return_packed=True)
+    for raw, complaint in (
+        (b"DPK1 and nothing more", "cannot be unpacked"),
+        (packing.pack(body, {"column_ids": THREE_ROWS}), "column_ids"),
+        (packing.pack(body, {"row_ids": THREE_ROWS, "more": THREE_ROWS}), "more"),
+    ):
+        status, reply, _ = shared.call("POST", "/generate", raw, kind=packing.CONTENT_TYPE)
+        assert status == 400 and complaint in json.loads(reply)["error"]["message"]
+
+
+def test_written_tokens_top_rows_are_the_same_in_all_three_forms(shared: Server) -> None:
+    def meta(**flags: bool) -> dict[str, Any]:
+        params = {"max_new_tokens": 9, "seed": 3, "temperature": 0.7, "ignore_eos": True}
+        return shared.generate(prompt(5), sampling_params=params, return_logprob=True, top_logprobs_num=3, **flags)[
+            "meta_info"
+        ]
+
+    nested = meta()["output_top_logprobs"]
+    flag = {"return_flat_raw_output_top_logprobs": True}
+    flat, packed_ = meta(**flag), meta(**flag, return_flat_raw_top_logprobs_b64=True)
+    assert "output_top_logprobs" not in flat and "output_top_logprobs" not in packed_
+    assert flat["output_top_logprobs_shape"] == packed_["output_top_logprobs_shape"] == [9, 3]
+    assert flat["output_top_logprobs_idx_flat"] == [entry[1] for row in nested for entry in row]
+    assert np.allclose(flat["output_top_logprobs_val_flat"], [entry[0] for row in nested for entry in row], atol=1e-6)
+    ids = np.frombuffer(base64.b64decode(packed_["output_top_logprobs_idx_flat_b64"]), "<i4")
+    values = np.frombuffer(base64.b64decode(packed_["output_top_logprobs_val_flat_b64"]), "<f4")
+    assert ids.tolist() == flat["output_top_logprobs_idx_flat"]
+    assert np.allclose(values, flat["output_top_logprobs_val_flat"])
 
 
 # --- bad requests --------------------------------------------------------------------------------------------------
@@ -315,6 +416,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1], "rid": ["a", "b"]}, "rid"),
     (score_body([1, 2], logprob_start_len=0, return_packed=True, stream=True), "exclude"),
     (score_body([1, 2], return_packed=True), "logprob_start_len"),
+    ({"input_ids": [1], "return_flat_raw_output_top_logprobs": True, "stream": True}, "excludes stream"),
+    ({"input_ids": [1], "return_flat_raw_top_logprobs_b64": True}, "one of the two flags"),
     ({"input_ids": [1], "return_packed": True}, "max_new_tokens to 0"),
     (score_body([1, 2], logprob_start_len=0, return_full_logprobs=True), "return_packed"),
     (

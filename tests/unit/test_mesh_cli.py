@@ -45,6 +45,8 @@ def test_bench_measures_each_size_and_transport_and_finds_nothing_wrong(capsys, 
         ("bench -b 2M -e 1M", "0 < begin <= end"),
         ("bench -f 1", "factor > 1"),
         ("bench --bucket 3", "buckets of 3 bytes"),
+        ("bench --receivers x", "invalid int value: 'x'"),
+        ("bnech", "invalid choice: 'bnech'"),
     ],
 )
 def test_wrong_arguments_end_with_2_and_a_sentence(words, message, capsys):
@@ -52,10 +54,18 @@ def test_wrong_arguments_end_with_2_and_a_sentence(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_written_is_the_machines_fault(capsys, tmp_path):
-    words = ["bench", "-b", "1K", "-e", "1K", "--iterations", "1", "--json", str(tmp_path / "none" / "x.json")]
-    assert main(words) == 3
-    assert "cannot write" in capsys.readouterr().err
+def test_a_file_that_cannot_be_written_is_noticed_before_the_measurement(capsys, tmp_path):
+    for file, reason in ((tmp_path / "none" / "x.json", "there is no"), (tmp_path, "it is a folder")):
+        assert main(["bench", "-b", "1K", "-e", "1K", "--iterations", "1", "--json", str(file)]) == 3
+        done = capsys.readouterr()
+        assert f"cannot write {file}: {reason}" in done.err and done.out == ""
+
+
+def test_a_full_output_and_a_reader_who_left_end_as_those_of_distill_run():
+    command = [sys.executable, "-m", "distill.cli.mesh", "--help"]
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 3 and "cannot write to standard output" in done.stderr
 
 
 def test_sizes_are_powers_of_1024():

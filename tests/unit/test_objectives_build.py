@@ -9,9 +9,10 @@ import pytest
 from distill.config.models import ObjectiveConfig
 from distill.errors import ConfigError
 from distill.objectives import build_objective
+from distill.objectives.corrections import TruncatedImportanceSampling
 from distill.objectives.divergence import JSD, ReverseKL
 from distill.objectives.policy_gradient import PolicyGradient
-from distill.types import Signal, SignalSpec
+from distill.types import Signal, SignalSpec, Support
 
 
 def build(**section: Any) -> Any:
@@ -22,7 +23,7 @@ def test_a_name_and_its_settings_become_the_dataclass() -> None:
     assert build(name="jsd", beta=0.25) == JSD(beta=0.25)
     assert build(name="reverse_kl", support="teacher_topk", k=8) == ReverseKL(support="teacher_topk", k=8)
     assert build(name="policy_gradient", importance="tis", advantage_clip=None) == PolicyGradient(
-        importance="tis", advantage_clip=None
+        importance=TruncatedImportanceSampling(), advantage_clip=None
     )
 
 
@@ -33,7 +34,23 @@ def test_the_default_is_reverse_kl_over_the_full_vocabulary() -> None:
 
 def test_an_objective_says_what_it_needs_from_a_teacher() -> None:
     assert build(name="jsd", support="teacher_topk", k=8).spec == SignalSpec(Signal.TOPK, 8)
+    union = build(name="skew_kl", support="union", k=8).spec
+    assert (union.support, union.columns, union.student_k) == (Support.UNION, 16, 8)
     assert build(name="policy_gradient").spec == SignalSpec(Signal.SAMPLED)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"mixture": "geometric"},
+        {"mixture": "arithmetic", "support": "student_topk", "k": 4},
+        {"mixture": "arithmetic", "name": "policy_gradient"},
+        {"mixture": "arithmetic", "name": "total_variation", "reduction": "seq_mean"},
+    ],
+)
+def test_what_all_objectives_share_is_none_of_their_settings(section: dict[str, Any]) -> None:
+    own = {key: value for key, value in section.items() if key not in ("mixture", "reduction")}
+    assert build(**section) == build(**own)
 
 
 def test_numbers_written_as_text_are_read_as_numbers() -> None:
@@ -54,9 +71,15 @@ def test_an_objective_of_the_users_own_is_named_by_its_module() -> None:
         ({"name": "jsd", "beta": 2}, "objective.beta: must be between 0 and 1"),
         (
             {"name": "policy_gradient", "importance": "cap"},
-            "objective.importance: Input should be 'none', 'tis' or 'band'",
+            "objective.importance: Input tag 'cap' found using 'name' does not match any of the expected tags: 'none'",
         ),
-        ({"name": "reverse_kl", "support": "student_topk", "k": 4}, "objective.support: student_topk is not available"),
+        ({"name": "reverse_kl", "support": "teacher_topk"}, "objective.k: must be at least 1"),
+        ({"name": "reverse_kl", "tail": False}, "objective.tail: reverse_kl has no such setting"),
+        ({"name": "skew_kl", "direction": "both"}, "objective.direction: Input should be 'forward' or 'reverse'"),
+        ({"mixture": "geometric", "support": "student_topk", "k": 4}, "geometric needs the full vocabulary"),
+        ({"name": "policy_gradient", "mixture": "geometric"}, "geometric needs the full vocabulary"),
+        ({"mixture": "arithmetic", "support": "teacher_topk", "k": 4}, "arithmetic needs support=full or student_topk"),
+        ({"mixture": "arithmetic", "support": "union", "k": 4}, "arithmetic needs support=full or student_topk"),
         ({"name": "pathlib:Path"}, "is not a dataclass"),
         ({"name": "distill.types:SignalSpec", "signal": "full"}, "does not implement Objective"),
     ],

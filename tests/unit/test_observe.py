@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from distill.observe.progress import duration
 from distill.observe.sinks import read_metrics
 from distill.protocols import Sink
 from distill.registry import load
+from distill.types import ScoredSample
 from tests.builders_observe import TEACHERS, evaluated, observer, scored, tell_step, wind
 
 
@@ -45,7 +48,8 @@ def test_observe_loads_neither_torch_nor_ray_nor_tensorflow() -> None:
 def test_a_metric_outside_the_table_is_refused() -> None:
     check_names(["train/loss", "teacher/kl/math", "eval/teacher_accuracy/a/b/with/slashes"])
     assert metric("teacher/kl/math") is METRICS["teacher/kl/<teacher>"]
-    for name in ("train/los", "teacher/kl", "teacher/kl/", "teacher/kl_/math", "loss"):
+    assert metric("reward/math") is METRICS["reward/<domain>"]
+    for name in ("train/los", "teacher/kl", "teacher/kl/", "teacher/kl_/math", "loss", "reward", "reward/"):
         with pytest.raises(KeyError, match=name):
             metric(name)
 
@@ -54,6 +58,29 @@ def test_the_documentation_holds_the_table_of_metrics() -> None:
     text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
     rows = [f"| `{name}` | {item.unit} | {item.reduction} | {item.help} |" for name, item in METRICS.items()]
     assert [line for line in text.splitlines() if line.startswith("| `") and line.count("|") == 5] == rows
+
+
+def test_rewards_are_means_a_domain_and_what_was_set_aside_is_counted(tmp_path: Path) -> None:
+    def rewarded(ordinal: int, domain: str, reward: float | None) -> ScoredSample:
+        item = scored(ordinal)
+        return replace(item, sample=replace(item.sample, domain=domain, reward=reward))
+
+    seen = observer(tmp_path)
+    batch = [rewarded(0, "sums", 1.0), rewarded(1, "sums", 0.5), rewarded(2, "programs", 0.0), rewarded(3, "x", None)]
+    tell_step(seen, 1, batch, set_aside={"math": 2, "": 1})
+    tell_step(seen, 2)
+    seen.quarantined({"math": 2, "": 1})
+    result = seen.finish("done")
+    first, second = lines_of(tmp_path)
+    assert {name: value for name, value in first.items() if name.startswith("reward/")} == {
+        "reward/sums": 0.75,
+        "reward/programs": 0.0,
+    }
+    assert (first["quarantine/samples"], first["teacher/quarantined/math"]) == (3, 2)
+    assert second["quarantine/samples"] == 0 and not any(name.startswith("reward/") for name in second)
+    assert result["quarantined"] == {"samples": 3, "teachers": {"math": 2}}
+    report = (tmp_path / "report.html").read_text()
+    assert all(title in report for title in ("Reward", "Samples set aside", "set aside"))
 
 
 def test_a_step_becomes_one_line_with_its_values(tmp_path: Path) -> None:
@@ -390,3 +417,24 @@ def test_every_teacher_is_in_the_swap_counts(tmp_path: Path) -> None:
     tell_step(seen, 1, swaps={"code": 2})
     (line,) = lines_of(tmp_path)
     assert {name: line[f"teacher/swaps/{name}"] for name in TEACHERS} == {"math": 0, "code": 2, "style": 0}
+
+
+@pytest.mark.parametrize("stream", ["full", "left", "closed"])
+def test_a_run_goes_on_without_its_terminal(stream: str) -> None:
+    """Standard output that is full, whose reader has left, or that was never there."""
+    program = (
+        "from distill.observe.observer import run_console\n"
+        "for _ in range(3): run_console().print('a line')\n"
+        "import os; os.write(2, b'went on')"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    output = {"full": full, "left": writer, "closed": None}[stream]
+    command = [sys.executable, "-c", program]
+    if output is None:
+        command = ["sh", "-c", '"$@" >&-', "sh", *command]
+    done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(writer)
+    os.close(full)
+    assert (done.returncode, done.stderr) == (0, b"went on")

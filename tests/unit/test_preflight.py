@@ -70,16 +70,20 @@ def test_a_teacher_whom_no_row_names_is_an_error(tmp_path: Path) -> None:
         preflight(tmp_path, data=[{"path": "math.jsonl", "domain": "math"}])
 
 
-def test_an_adapter_is_checked_with_its_base(tmp_path: Path) -> None:
+def test_an_adapter_is_refused_with_what_to_do_and_a_base_that_would_be_ignored_too(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     adapter = tmp_path / "style"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "trained/on"}')
     save_file({"a": weights(4)["model.norm.weight"]}, adapter / "adapter_model.safetensors")
-    overrides = ["teachers.math.model=" + str(adapter), "teachers.math.base=" + str(tmp_path / "base")]
-    teacher = inspect(load_config(path, overrides).config).models.teachers["math"]
-    assert (teacher.adapter, teacher.model.path, teacher.tokenizer) == (adapter, tmp_path / "base", tmp_path / "base")
-    with pytest.raises(ConfigError, match=r"has no adapter_config\.json, and teachers\.code\.base is given"):
+    alone = "teachers.math.model=" + str(adapter)
+    with pytest.raises(
+        ConfigError, match=r"teachers\.math: \S+ is a LoRA adapter over trained/on[\s\S]*merge_and_unload"
+    ):
+        inspect(load_config(path, [alone]).config)
+    with pytest.raises(ConfigError, match=rf"LoRA adapter over {tmp_path / 'base'}[\s\S]*remove teachers\.math\.base"):
+        inspect(load_config(path, [alone, f"teachers.math.base={tmp_path / 'base'}"]).config)
+    with pytest.raises(ConfigError, match=r"teachers\.code\.base: .* would be ignored: .* is a whole model"):
         inspect(load_config(path, [f"teachers.code.base={tmp_path / 'base'}"]).config)
 
 
@@ -87,6 +91,54 @@ def test_ends_of_answers_come_from_the_tokenizer_and_the_generation_config(tmp_p
     path = write_run(tmp_path)
     (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": [0, 2, 99]}')
     assert inspect(load_config(path).config).end_ids == (0, 2)
+
+
+def test_ends_of_answers_come_from_the_configuration_where_there_is_no_generation_config(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    config = tmp_path / "base" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": 1}))
+    assert inspect(load_config(path).config).end_ids == (1, 2)
+
+
+def write_ends(model: Path, tokenizer_end: str, *, generation: list[int] | None = None) -> None:
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": tokenizer_end}))
+    if generation is not None:
+        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+
+
+def test_a_teacher_that_never_ends_where_the_student_does_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    write_ends(tmp_path / "experts/math", "<bos>")
+    with pytest.raises(
+        ConfigError, match=r"teachers\.math: it ends its answers with 1 \('<bos>'\), and the student with 2 \('<eos>'\)"
+    ) as caught:
+        inspect(load_config(path).config)
+    assert "answers would grow to rollout.max_new_tokens" in str(caught.value)
+    assert f"add 1 to eos_token_id (a list) in {tmp_path / 'base' / 'generation_config.json'}" in caught.value.fix
+    write_ends(tmp_path / "base", "<eos>", generation=[2, 1])
+    assert inspect(load_config(path).config).end_ids == (1, 2), "what the error says helps"
+
+
+def test_a_teacher_with_ends_of_its_own_beside_the_students_is_a_note(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    write_ends(tmp_path / "experts/math", "<eos>", generation=[2, 12])
+    (note,) = inspect(load_config(path).config).notes
+    assert "teachers.math: it also ends answers with 12 ('j'), where the student goes on" in note
+    write_ends(tmp_path / "base", "<eos>", generation=[2, 11, 12])
+    assert inspect(load_config(path).config).notes == (), "a student that ends at more than its teachers is well served"
+
+
+def test_a_prompt_without_an_answer_cannot_have_an_outcome(tmp_path: Path) -> None:
+    outcome = {"name": "policy_gradient", "outcome": {"baseline": "batch"}}
+    path = write_run(tmp_path, objective=outcome)
+    with pytest.raises(
+        ConfigError, match=r"math\.jsonl:1: no answer, as in 3 of 3 prompts, and objective\.outcome is set"
+    ):
+        inspect(load_config(path).config)
+    for name in ("math", "code"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": "ab=", "answer": "c"}])
+    assert inspect(load_config(path).config).prompts.stream.at(0).answer == "c"
 
 
 def test_the_smallest_context_of_all_models_counts(tmp_path: Path) -> None:

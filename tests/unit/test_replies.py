@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +16,15 @@ from hypothesis import strategies as st
 
 from distill.errors import ServerError, TeacherError
 from distill.packing import pack
-from distill.serving.packed import parse_packed
-from distill.serving.replies import TAIL_RESOLUTION, Asked, log_tail, parse_generations, parse_scores
+from distill.serving.generations import parse_generations
+from distill.serving.packed import parse_packed, request_digest
+from distill.serving.replies import TAIL_RESOLUTION, Asked, log_tail, parse_scores
 from distill.types import GenerateRequest
 
 V, K = 11, 3
 Meta = dict[str, Any]
 Arrays = dict[str, np.ndarray]
+FIRST_TWO = np.array([[0, 1], [0, 1]], np.int32)
 
 
 def two_asked() -> list[Asked]:
@@ -37,16 +41,21 @@ def packed_parts() -> tuple[Meta, Arrays]:
     topk = np.take_along_axis(full, topk_ids, 1)
     meta = {
         "items": [
-            {"id": "a", "prompt_tokens": 5, "rows": 3, "weight_version": "v1"},
-            {"id": "b", "prompt_tokens": 2, "rows": 1, "weight_version": "v1"},
+            {
+                "id": one.id,
+                "prompt_tokens": len(one.input_ids),
+                "rows": one.response_len,
+                "weight_version": "v1",
+                "digest": request_digest(one.input_ids, None),
+            }
+            for one in two_asked()
         ]
     }
     return meta, {
         "logprobs": full[np.arange(4), token_ids],
-        "token_ids": token_ids,
         "topk_ids": topk_ids,
         "topk_logprobs": topk,
-        "log_tail": log_tail(topk, V),
+        "log_tail": log_tail(topk_ids, topk, V),
         "full_logprobs": full,
     }
 
@@ -58,6 +67,20 @@ def test_a_packed_reply_is_split_into_its_requests() -> None:
     assert second.logprobs.tolist() == arrays["logprobs"][3:].tolist()
     assert second.full_logprobs is not None and second.full_logprobs.shape == (1, V)
     assert second.topk_ids is not None and second.topk_ids.tolist() == arrays["topk_ids"][3:].tolist()
+
+
+def test_a_fault_of_one_request_names_its_sample_and_one_of_the_server_names_none() -> None:
+    asked = [dataclasses.replace(one, sample_id=f"sample-{one.id}") for one in two_asked()]
+    meta, arrays = packed_parts()
+    spoiled = arrays | {"logprobs": np.where(np.arange(4) == 3, np.nan, arrays["logprobs"]).astype(np.float32)}
+    other_weights = {"items": [item | {"weight_version": "v0"} for item in meta["items"]]}
+    for parts, sample in (((meta, spoiled), "sample-b"), ((other_weights, arrays), ""), ((meta, {}), "")):
+        with pytest.raises(TeacherError) as caught:
+            parse_packed(pack(*parts), asked, "t", full=True)
+        assert (caught.value.sample_id, caught.value.teacher) == (sample, "t")
+    with pytest.raises(TeacherError) as alone:
+        parse_packed(pack(meta, {}), asked[:1], "t", full=True)
+    assert alone.value.sample_id == "sample-a", "a call with one request can only be about that one"
 
 
 def change_item(**changes: Any) -> Callable[[Meta, Arrays], None]:
@@ -95,7 +118,7 @@ def cast_to(name: str, dtype: str) -> Callable[[Meta, Arrays], None]:
         (change_item(prompt_tokens=6), "6 tokens"),
         (change_item(rows=2), "2 rows"),
         (drop_item, "1 replies came back for 2"),
-        (change("token_ids", 1, 5), "other tokens"),
+        (change_item(digest=request_digest(np.array([1, 2, 3, 4, 6], np.int32), None)), "other tokens"),
         (change("logprobs", 1, np.nan), "not a number"),
         (change("logprobs", 1, -np.inf), "response token 1 is -inf"),
         (change("logprobs", 1, 0.5), "above 0"),
@@ -111,7 +134,7 @@ def cast_to(name: str, dtype: str) -> Callable[[Meta, Arrays], None]:
         (drop("logprobs"), "no logprobs"),
         (drop("log_tail"), "no log_tail"),
         (cast_to("logprobs", "<f8"), "logprobs is <f8"),
-        (cast_to("token_ids", "<i8"), "token_ids is <i8"),
+        (cast_to("topk_ids", "<i8"), "topk_ids is <i8"),
     ],
 )
 def test_a_packed_reply_that_breaks_a_rule_names_the_teacher_and_the_rule(
@@ -155,18 +178,26 @@ def test_no_body_makes_the_json_parser_raise_anything_but_a_teacher_error(body: 
 
 def test_the_tail_is_the_log_of_what_the_row_leaves() -> None:
     rows = np.log(np.array([[0.5, 0.25], [0.9, 0.05]])).astype(np.float32)
-    np.testing.assert_allclose(log_tail(rows, V), np.log([0.25, 0.05]), rtol=1e-6)
+    np.testing.assert_allclose(log_tail(FIRST_TWO, rows, V), np.log([0.25, 0.05]), rtol=1e-6)
+
+
+def test_a_slot_that_is_not_used_adds_nothing_to_the_mass_and_names_nothing() -> None:
+    rows = np.log(np.array([[0.5, 0.25, 1.0]])).astype(np.float32)
+    rows[0, 2] = -np.inf
+    ids = np.array([[4, 0, -1]], np.int32)
+    np.testing.assert_allclose(log_tail(ids, rows, 3), np.log([0.25]), rtol=1e-6)
+    assert log_tail(ids, rows, 2).tolist() == [-math.inf]
 
 
 def test_the_tail_of_the_whole_vocabulary_is_empty() -> None:
     rows = np.log(np.array([[0.75, 0.25]])).astype(np.float32)
-    assert log_tail(rows, 2).tolist() == [-math.inf]
+    assert log_tail(FIRST_TWO[:1], rows, 2).tolist() == [-math.inf]
 
 
 @pytest.mark.parametrize("top", [0.0, 1e-4, -1e-12])
 def test_the_tail_beside_a_mass_that_rounds_to_one_is_tiny_but_there(top: float) -> None:
     rows = np.array([[top, -40.0]], np.float32)
-    assert log_tail(rows, V)[0] == np.float32(math.log(TAIL_RESOLUTION))
+    assert log_tail(FIRST_TWO[:1], rows, V)[0] == np.float32(math.log(TAIL_RESOLUTION))
 
 
 def written(**changes: Any) -> bytes:
@@ -225,4 +256,71 @@ def test_an_aborted_answer_is_an_answer() -> None:
 def test_an_answer_that_breaks_a_rule_names_the_server_and_the_rule(changes: Meta, complaint: str) -> None:
     with pytest.raises(ServerError, match="server s0: request g") as caught:
         parse_generations(written(**changes), request(), "s0")
+    assert complaint in caught.value.what
+
+
+TOP_IDS = [[7, 1], [2, 10], [4, 5]]
+TOP_VALUES = [[-0.5, -1.0], [-0.25, -1.5], [-1.0, -1.25]]
+
+
+def forms() -> dict[str, Meta]:
+    """The same top-2 rows of three written tokens, in SGLang's three forms."""
+
+    def base64_of(values: Any, dtype: str) -> str:
+        return base64.b64encode(np.array(values, dtype).tobytes()).decode()
+
+    rows = zip(TOP_VALUES, TOP_IDS, strict=True)
+    flat = {"output_top_logprobs_shape": [3, 2], "output_top_logprobs_null_prefix": 0}
+    return {
+        "nested": {"output_top_logprobs": [[[value, i, None] for value, i in zip(*row, strict=True)] for row in rows]},
+        "flat": flat
+        | {
+            "output_top_logprobs_val_flat": np.ravel(TOP_VALUES).tolist(),
+            "output_top_logprobs_idx_flat": np.ravel(TOP_IDS).tolist(),
+        },
+        "base64": flat
+        | {
+            "output_top_logprobs_val_flat_b64": base64_of(TOP_VALUES, "<f4"),
+            "output_top_logprobs_idx_flat_b64": base64_of(TOP_IDS, "<i4"),
+            "output_top_logprobs_val_flat_b64_dtype": "float32",
+            "output_top_logprobs_idx_flat_b64_dtype": "int32",
+        },
+    }
+
+
+def reporting() -> list[GenerateRequest]:
+    return [GenerateRequest("g", np.array([4, 5], np.int32), 3, report_k=2)]
+
+
+@pytest.mark.parametrize("form", ["nested", "flat", "base64"])
+def test_the_most_probable_ids_are_read_from_every_form(form: str) -> None:
+    (answer,) = parse_generations(written(**forms()[form]), reporting(), "s")
+    assert answer.topk_ids is not None
+    assert (answer.topk_ids.tolist(), answer.topk_ids.dtype) == (TOP_IDS, np.int32)
+
+
+def test_an_answer_without_a_token_has_no_rows_of_most_probable_ids() -> None:
+    nothing = {"output_ids": [], "output_token_logprobs": [], "weight_versions": [], "finish_reason": {"type": "abort"}}
+    (answer,) = parse_generations(written(**nothing, output_top_logprobs=[]), reporting(), "s")
+    assert answer.topk_ids is not None and answer.topk_ids.shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "complaint"),
+    [
+        ("nested", {"output_top_logprobs": None}, "no output_top_logprobs"),
+        ("nested", {"output_top_logprobs": forms()["nested"]["output_top_logprobs"][:2]}, "has 2 rows, 3"),
+        ("nested", {"output_top_logprobs": [[[-0.5, 7, None]]] * 3}, "of 1 entries, 2"),
+        ("flat", {"output_top_logprobs_shape": [2, 2]}, "shape 2 x 2"),
+        ("flat", {"output_top_logprobs_shape": None}, "without output_top_logprobs_shape"),
+        ("flat", {"output_top_logprobs_idx_flat": [7, 1, 2, 10, 4]}, "5 ids"),
+        ("flat", {"output_top_logprobs_idx_flat": [7, 1, 2, 10, 4, 4]}, "same id twice"),
+        ("flat", {"output_top_logprobs_idx_flat": [1, 7, 2, 10, 4, 5]}, "do not agree on a written token"),
+        ("flat", {"output_top_logprobs_val_flat": [-0.5, -1, 0.5, -1.5, -1, -1]}, "above 0"),
+        ("base64", {"output_top_logprobs_idx_flat_b64": None}, "without their ids"),
+    ],
+)
+def test_most_probable_ids_that_cannot_be_right_are_refused(form: str, changes: Meta, complaint: str) -> None:
+    with pytest.raises(ServerError, match="server s0: request g") as caught:
+        parse_generations(written(**(forms()[form] | changes)), reporting(), "s0")
     assert complaint in caught.value.what

@@ -75,6 +75,7 @@ def make_pool(programs: Sequence[Program], events: list[str] | None = None, **op
         RolloutConfig(max_new_tokens=4, **options),
         seed=3,
         stop_token_ids=(2,),
+        report_k=2,
         start_timeout_s=2.0,
         on_span=lambda *_: None,
         on_event=lambda _level, message: log.append(message),

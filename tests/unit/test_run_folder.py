@@ -10,7 +10,7 @@ import pytest
 
 from distill.config import RunConfig
 from distill.errors import ConfigError
-from distill.run_folder import choose_folder, find_checkpoint, identity, new_folder, owned, set_aside
+from distill.run_folder import choose_folder, find_checkpoint, foresee, identity, new_folder, owned, set_aside
 
 
 def config(folder: Path | None, **changes: Any) -> RunConfig:
@@ -25,7 +25,8 @@ def config(folder: Path | None, **changes: Any) -> RunConfig:
 
 def write_checkpoint(folder: Path, step: int, made_by: RunConfig) -> None:
     place = folder / "checkpoints" / f"step-{step:08d}"
-    place.mkdir(parents=True)
+    (place / "student").mkdir(parents=True)
+    (place / "samples.dpk").touch()
     (place / "state.json").write_text(json.dumps({"step": step, "identity": identity(made_by)}))
 
 
@@ -89,3 +90,76 @@ def test_what_a_failed_start_leaves_does_not_stand_in_the_way(tmp_path: Path) ->
     (tmp_path / "result.json").write_text('{"status": "failed"}')
     assert find_checkpoint(tmp_path, config(tmp_path)) is None
     assert set_aside(tmp_path) is None
+
+
+def everything(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*"))
+
+
+def test_how_a_run_would_begin_is_told_without_touching_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert foresee(config(None)).folder is None and everything(tmp_path) == []
+    assert foresee(config(tmp_path / "new")).folder == tmp_path / "new" and everything(tmp_path) == []
+    asked = config(None, resume="auto")
+    assert foresee(asked).checkpoint is None, "nothing to go on with: a new run"
+    runs = tmp_path / "outputs" / "r"
+    write_checkpoint(runs / "1", 4, asked)
+    before = everything(tmp_path)
+    start = foresee(asked)
+    assert start.checkpoint is not None and (start.folder, start.checkpoint.step) == (Path("outputs/r/1"), 4)
+    (runs / "1" / "result.json").write_text('{"status": "done"}')
+    assert foresee(asked).checkpoint is None, "it is finished"
+    (runs / "1" / "result.json").write_text('{"stat')
+    assert foresee(asked).checkpoint is not None, "half a result is that of a run that was killed"
+    assert [path for path in everything(tmp_path) if path.name != "result.json"] == before
+
+
+def test_what_a_try_without_a_checkpoint_left_is_foreseen_to_move(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    start = foresee(config(tmp_path, resume="auto"))
+    assert start.leftovers and start.checkpoint is None
+
+
+@pytest.mark.parametrize(
+    ("resume", "changes", "says"),
+    [
+        ("{0}/nowhere", {}, "there is no run folder"),
+        ("{0}", {"teachers": {"math": {"model": "experts/other"}}}, "teachers is"),
+        ("{0}", {"trainer": {"steps": 4}}, "already trained 4 of 4"),
+        ("auto", {"run": {"name": "r", "dir": "{0}"}, "trainer": {"steps": 2}}, "already trained 4 of 2"),
+        (None, {"run": {"name": "r", "dir": "{0}"}}, "already holds a run"),
+    ],
+)
+def test_a_start_that_the_run_would_refuse_is_refused_in_advance(
+    tmp_path: Path, resume: str | None, changes: dict[str, Any], says: str
+) -> None:
+    write_checkpoint(tmp_path, 4, config(None))
+    if "run" in changes:
+        changes = changes | {"run": {"name": "r", "dir": str(tmp_path)}}
+    asked = config(None, **({"resume": resume.format(tmp_path)} if resume else {}), **changes)
+    with pytest.raises(ConfigError, match=says):
+        foresee(asked)
+
+
+def test_a_folder_at_work_is_refused_in_advance(tmp_path: Path) -> None:
+    with owned(tmp_path), pytest.raises(ConfigError, match="another run is at work"):
+        foresee(config(tmp_path))
+    foresee(config(tmp_path))
+    with owned(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("part", ["student", "samples.dpk", "identity"])
+def test_a_checkpoint_that_lacks_a_part_is_named(tmp_path: Path, part: str) -> None:
+    asked = config(tmp_path, resume="auto")
+    write_checkpoint(tmp_path, 4, asked)
+    place = tmp_path / "checkpoints" / "step-00000004"
+    if part == "identity":
+        (place / "state.json").write_text('{"step": 4}')
+    else:
+        (place / part).rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="is not a whole checkpoint") as caught:
+        foresee(asked)
+    assert part in caught.value.what

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distill.errors import ConfigError, TeacherError
-from distill.teacher_manager import Teacher
+from distill.errors import ServerError, TeacherError
 from distill.types import GenerateRequest, Sample
 from tests.builders import sample
 from tests.builders_teachers import FakeServer, Rig, open_teachers
@@ -131,6 +130,50 @@ async def test_a_sample_that_no_try_can_score_fails_and_is_named_with_its_teache
     await rig.manager.close()
 
 
+async def test_a_sample_whose_scores_are_refused_twice_fails_by_itself_and_takes_nobody_along(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, open_teachers(tmp_path, "a"), [server := FakeServer()], max_tries=2)
+    samples = [sample(index, teachers=("a",)) for index in range(6)]
+    bad = {samples[2].id, samples[4].id, samples[5].id}
+    server.nonsense = dict.fromkeys(bad, 99)
+    outcomes = await asyncio.gather(*(rig.manager.score(item) for item in samples), return_exceptions=True)
+    for item, outcome in zip(samples, outcomes, strict=True):
+        if item.id in bad:
+            assert isinstance(outcome, TeacherError) and (outcome.sample_id, outcome.teacher) == (item.id, "a")
+            assert outcome.what == f"teacher a: {item.id}: no number"
+            assert server.score_calls.count([item.id]) >= 1, "the last time it was asked for by itself"
+        else:
+            assert not isinstance(outcome, BaseException)
+            assert np.array_equal(outcome.scores[0].logprobs, rig.expected(item)[0])
+    asked = [sum(item.id in call for call in server.score_calls) for item in samples]
+    assert asked == [2, 2, 2, 2, 3, 3], "in the first call only one of those at fault could be named"
+    assert len(server.loads) == 3, "the weights are verified anew before any is given up, and not for each"
+    server.nonsense = {}
+    await check(rig, mixed(4, "a"))
+    await rig.manager.close()
+
+
+async def test_a_sample_without_a_token_fails_by_itself_and_opens_the_barrier_for_the_others(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, open_teachers(tmp_path, "a"), [FakeServer()], barrier=True)
+    empty, good = sample(0, teachers=("a",), length=0), sample(1, teachers=("a",))
+    for item in (empty, good):
+        rig.manager.announce(item.id, ["a"], 3)
+    scoring = asyncio.create_task(check(rig, [good]))
+    with pytest.raises(ServerError, match=f"{empty.id}: its rollout server wrote no token") as caught:
+        await rig.manager.score(empty)
+    assert caught.value.sample_id == empty.id
+    await scoring
+    await rig.manager.close()
+
+
+async def test_scores_that_were_wrong_once_are_asked_for_again(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, open_teachers(tmp_path, "a"), [server := FakeServer()], max_tries=1)
+    items = mixed(5, "a")
+    server.nonsense = {items[1].id: 1}
+    await check(rig, items)
+    assert len(server.loads) == 2
+    await rig.manager.close()
+
+
 async def test_a_teacher_whose_weights_do_not_check_out_is_quarantined_and_the_others_go_on(tmp_path: Path) -> None:
     rig = Rig(tmp_path, open_teachers(tmp_path, "a", "b"), [server := FakeServer()])
     server.corrupt_loads = 2
@@ -198,15 +241,12 @@ async def test_closing_ends_whoever_still_waits(tmp_path: Path) -> None:
         await waiting
 
 
-def test_a_teacher_that_fits_no_slot_and_an_adapter_are_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_a_teacher_that_fits_no_slot_is_refused_before_anything_starts(tmp_path: Path) -> None:
     (teacher,) = open_teachers(tmp_path, "a")
     small = FakeServer()
     small.slot = lambda: FakeServer().slot(budget_bytes=10)  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(TeacherError, match=r"teacher a has .* bytes\), slot-0 holds .* \(10 bytes\)"):
         Rig(tmp_path, [teacher], [small])
-    adapter = Teacher.open("style", teacher.folder, base=tmp_path / "base")
-    with pytest.raises(ConfigError, match=r"teachers\.style: is a LoRA adapter over"):
-        Rig(tmp_path, [adapter], [FakeServer()])
 
 
 async def test_a_fault_of_ours_reaches_those_who_wait(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from distill import __version__, packing
 from distill.errors import DistillError
 from distill.serving.describe import EMBEDDED
 from distill.serving.embedded import control, replies
-from distill.serving.embedded.http import Handler, State, error_reply, json_reply, read_body
+from distill.serving.embedded.http import Handler, State, error_reply, json_reply, read_body_and_arrays
 from distill.serving.embedded.jobs import Refusal, Result
 from distill.serving.embedded.requests import Bounds, GenerateCall, parse_generate
 
@@ -56,7 +56,8 @@ async def _generate(state: State, request: Request) -> Response:
     began = time.monotonic()
     served = state.engine.require_model()
     bounds = Bounds(served.vocab_size, served.context_length, served.stop_ids)
-    call = parse_generate(await read_body(request), bounds)
+    body, arrays = await read_body_and_arrays(request)
+    call = parse_generate(body, bounds, arrays)
     taken = state.in_flight.intersection(job.rid for job in call.jobs)
     if taken:
         raise Refusal(400, f"rid {min(taken)!r} is being served already")
@@ -64,9 +65,11 @@ async def _generate(state: State, request: Request) -> Response:
         return StreamingResponse(_stream(state, call, began), media_type="text/event-stream")
     results = await _finish_all(state, call, request)
     if call.packed:
-        return Response(await asyncio.to_thread(replies.packed, results), media_type=packing.CONTENT_TYPE)
+        return Response(await asyncio.to_thread(replies.packed, call.jobs, results), media_type=packing.CONTENT_TYPE)
     seconds = time.monotonic() - began
-    items = [replies.generation(job, result, seconds) for job, result in zip(call.jobs, results, strict=True)]
+    items = [
+        replies.generation(job, result, seconds, call.flat) for job, result in zip(call.jobs, results, strict=True)
+    ]
     return json_reply(items if call.batched else items[0])
 
 
@@ -120,7 +123,7 @@ async def _stream(state: State, call: GenerateCall, began: float) -> AsyncIterat
                 chunk: dict[str, Any] = {"error": {"message": str(result)}}
             else:
                 left -= result.finish is not None
-                chunk = replies.generation(call.jobs[index], result, time.monotonic() - began)
+                chunk = replies.generation(call.jobs[index], result, time.monotonic() - began, call.flat)
             if call.batched:
                 chunk["index"] = index
             yield b"data: " + replies.to_json(chunk) + b"\n\n"

@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from distill.errors import ServerError
 from distill.serving.embedded.jobs import Finish, Job, Refusal
 from distill.serving.embedded.rows import Rows
 from distill.serving.embedded.scoring import next_group, score
-from distill.serving.embedded.served import ServedModel, not_finite
+from distill.serving.embedded.served import ServedModel
 
 T = TypeVar("T")
 log = logging.getLogger("distill.embedded")
@@ -221,10 +220,8 @@ class Engine:
         self._each_or_together(group, lambda jobs: self._score(served, jobs))
 
     def _score(self, served: ServedModel, jobs: Sequence[Job]) -> None:
+        """Scores that are no numbers go out as they are, as from SGLang: the client refuses them, and knows whose."""
         for job, scores in zip(jobs, score(served, jobs), strict=True):
-            if np.isnan(scores.logprobs).any():
-                job.fail(not_finite(f"request {job.rid}"))
-                continue
             job.scores = scores
             self.tokens_scored += len(scores.logprobs)
             self._hand_on(job)

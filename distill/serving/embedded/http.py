@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
+from distill import packing
 from distill.serving.embedded import replies
 from distill.serving.embedded.engine import Engine
 from distill.serving.embedded.jobs import Refusal
@@ -59,7 +61,21 @@ def error_reply(status: int, message: str) -> Response:
 
 async def read_body(request: Request) -> Any:
     """The decoded JSON body; an empty one is {}. Raises Refusal (400)."""
+    return _from_json(await request.body())
+
+
+async def read_body_and_arrays(request: Request) -> tuple[Any, dict[str, NDArray[Any]]]:
+    """A JSON body, or a packed one: what would be the JSON is its header, and arrays come with it. Refusal (400)."""
     raw = await request.body()
+    if request.headers.get("content-type") != packing.CONTENT_TYPE:
+        return _from_json(raw), {}
+    try:
+        return packing.unpack(raw)
+    except packing.PackingError as error:
+        raise Refusal(400, f"the body cannot be unpacked: {error}") from error
+
+
+def _from_json(raw: bytes) -> Any:
     if not raw:
         return {}
     try:

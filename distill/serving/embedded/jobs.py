@@ -48,6 +48,8 @@ class Wanted:
     top_k: int = 0
     token_ids: Ids | None = None
     """Further ids to report at every position."""
+    row_ids: Ids | None = None
+    """(R, J) further ids to report at each scored position, of its own (packed replies only)."""
     full: bool = False
     """Report whole rows of the prompt's distribution (packed replies only)."""
 
@@ -62,9 +64,11 @@ class InputScores:
     """(R, K) by falling log-probability."""
     top_logprobs: Floats | None
     log_tail: Floats | None
-    """(R,) log of the mass beside the top-k."""
+    """(R,) log of the mass beside the top-k and the row's own ids; None where there are neither."""
     picked: Floats | None
     """(R, len(Wanted.token_ids))"""
+    row_logprobs: Floats | None
+    """(R, J) at `Wanted.row_ids`."""
     full: Floats | None
     """(R, V)"""
 

@@ -5,8 +5,9 @@ In JSON a number that is not finite is null, as in SGLang 0.5.23. R scored rows,
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -14,7 +15,10 @@ from numpy.typing import NDArray
 
 from distill import packing
 from distill.serving.embedded.jobs import Finish, Floats, Ids, InputScores, Job, Result
+from distill.serving.packed import request_digest
 
+Flat = Literal["nested", "flat", "base64"]
+"""How the top-k rows of written tokens are laid out."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -22,7 +26,7 @@ def to_json(value: Any) -> bytes:
     return _encode(value)
 
 
-def generation(job: Job, result: Result, seconds: float) -> dict[str, Any]:
+def generation(job: Job, result: Result, seconds: float, flat: Flat) -> dict[str, Any]:
     """One object of a `/generate` reply. There is no "text": this server holds no tokenizer."""
     meta: dict[str, Any] = {
         "id": result.rid,
@@ -32,7 +36,7 @@ def generation(job: Job, result: Result, seconds: float) -> dict[str, Any]:
         "num_retractions": result.retractions,
     }
     if job.wanted.output:
-        meta |= _input_part(job, result.scores) | _output_part(job, result)
+        meta |= _input_part(job, result.scores) | _output_part(job, result, flat)
     meta |= {
         "reasoning_tokens": 0,
         "completion_tokens": len(result.output_ids),
@@ -43,7 +47,7 @@ def generation(job: Job, result: Result, seconds: float) -> dict[str, Any]:
     return {"output_ids": result.output_ids.tolist(), "meta_info": meta}
 
 
-def packed(results: Sequence[Result]) -> bytes:
+def packed(jobs: Sequence[Job], results: Sequence[Result]) -> bytes:
     """Scores of all results in one buffer: the rows of item i follow those of item i - 1; there is no null row."""
     scores = [result.scores for result in results if result.scores is not None]
     items = [
@@ -52,16 +56,15 @@ def packed(results: Sequence[Result]) -> bytes:
             "prompt_tokens": result.prompt_tokens,
             "rows": len(one.logprobs),
             "weight_version": result.weight_version,
+            "digest": request_digest(job.prompt, job.wanted.row_ids),
         }
-        for result, one in zip(results, scores, strict=True)
+        for job, result, one in zip(jobs, results, scores, strict=True)
     ]
-    arrays: dict[str, NDArray[Any]] = {
-        "logprobs": np.concatenate([one.logprobs for one in scores]),
-        "token_ids": np.concatenate([one.token_ids for one in scores]),
-    }
+    arrays: dict[str, NDArray[Any]] = {"logprobs": np.concatenate([one.logprobs for one in scores])}
     for name, parts in (
         ("topk_ids", [one.top_ids for one in scores]),
         ("topk_logprobs", [one.top_logprobs for one in scores]),
+        ("row_logprobs", [one.row_logprobs for one in scores]),
         ("log_tail", [one.log_tail for one in scores]),
         ("full_logprobs", [one.full for one in scores]),
     ):
@@ -101,16 +104,35 @@ def _input_part(job: Job, scores: InputScores | None) -> dict[str, Any]:
     return part
 
 
-def _output_part(job: Job, result: Result) -> dict[str, Any]:
+def _output_part(job: Job, result: Result, flat: Flat) -> dict[str, Any]:
     part: dict[str, Any] = {
         "output_token_logprobs": _triples(result.output_logprobs, result.output_ids),
         "output_token_logprobs_length": len(result.output_ids),
     }
-    if job.wanted.top_k:
+    if job.wanted.top_k and flat != "nested" and result.output_tops:  # as SGLang, which has no flat form of no rows
+        part |= _flat_tops(result.output_tops, flat)
+    elif job.wanted.top_k:
         part["output_top_logprobs"] = [_triples(values, ids) for ids, values in result.output_tops]
     if job.wanted.token_ids is not None:
         part["output_token_ids_logprobs"] = [_triples(v, job.wanted.token_ids) for v in result.output_picked]
     return part
+
+
+def _flat_tops(tops: Sequence[tuple[Ids, Floats]], flat: Flat) -> dict[str, Any]:
+    """Written tokens' top-k rows as two arrays, row after row: lists, or base64 of their little-endian bytes."""
+    ids_RK, values_RK = np.stack([ids for ids, _ in tops]), np.stack([values for _, values in tops])
+    shape = {"output_top_logprobs_shape": ids_RK.shape, "output_top_logprobs_null_prefix": 0}
+    if flat == "flat":
+        return shape | {
+            "output_top_logprobs_val_flat": values_RK.ravel().tolist(),
+            "output_top_logprobs_idx_flat": ids_RK.ravel().tolist(),
+        }
+    return shape | {
+        "output_top_logprobs_val_flat_b64": base64.b64encode(values_RK.astype("<f4").tobytes()).decode(),
+        "output_top_logprobs_idx_flat_b64": base64.b64encode(ids_RK.astype("<i4").tobytes()).decode(),
+        "output_top_logprobs_val_flat_b64_dtype": "float32",
+        "output_top_logprobs_idx_flat_b64_dtype": "int32",
+    }
 
 
 def _triples(logprobs: Floats, ids: Ids) -> list[tuple[float, int, None]]:

@@ -1,7 +1,7 @@
 """From the JSON of `/generate` to jobs. Everything that can be wrong with a request is found here, before the engine.
 
-Keys and defaults are those of SGLang 0.5.23 (`GenerateReqInput`, `SamplingParams`), plus our own `return_packed` and
-`return_full_logprobs`. A key that would have to be ignored is refused.
+Keys and defaults are those of SGLang 0.5.23 (`GenerateReqInput`, `SamplingParams`), plus our own `return_packed`,
+`return_full_logprobs` and packed bodies. A key that would have to be ignored is refused.
 """
 
 from __future__ import annotations
@@ -10,22 +10,24 @@ import itertools
 import math
 import secrets
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from distill.registry import did_you_mean
 from distill.serving.embedded.jobs import Ids, Job, Refusal, Sampling, Wanted
+from distill.serving.embedded.replies import Flat
 
 _KEYS = {
     "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob",
-    "stream", "rid", "return_packed", "return_full_logprobs",
+    "stream", "rid", "return_packed", "return_full_logprobs", "return_flat_raw_output_top_logprobs",
+    "return_flat_raw_top_logprobs", "return_flat_raw_top_logprobs_b64",
 }  # fmt: skip
 _HARMLESS_KEYS = {
-    "return_text_in_logprobs", "return_flat_raw_top_logprobs", "return_flat_raw_top_logprobs_b64", "log_metrics",
-    "extra_key", "cache_salt", "priority", "routed_dp_rank",
+    "return_text_in_logprobs", "log_metrics", "extra_key", "cache_salt", "priority", "routed_dp_rank",
 }  # fmt: skip
 """SGLang's keys that change speed, or a form that a client has to detect in the reply anyway."""
 _SAMPLING_KEYS = {
@@ -60,10 +62,15 @@ class GenerateCall:
     batched: bool
     stream: bool
     packed: bool
+    flat: Flat
 
 
-def parse_generate(body: Any, bounds: Bounds) -> GenerateCall:
-    """Check a decoded `/generate` body. Raises Refusal (400): what is wrong, and in which request of a batch."""
+def parse_generate(body: Any, bounds: Bounds, arrays: Mapping[str, NDArray[Any]]) -> GenerateCall:
+    """Check a decoded `/generate` body. Raises Refusal (400): what is wrong, and in which request of a batch.
+
+    `arrays` came with a packed body: "row_ids" (N, J) int32 are further ids to be scored, J of its own for each scored
+    row, the rows of all requests one after another.
+    """
     if not isinstance(body, dict):
         raise _bad("the body must be a JSON object")
     body = cast("dict[str, Any]", body)
@@ -87,6 +94,7 @@ def parse_generate(body: Any, bounds: Bounds) -> GenerateCall:
         raise _bad("return_full_logprobs needs return_packed: true")
     if packed and (len(set(map(str, tops))) > 1 or body.get("token_ids_logprob") is not None):
         raise _bad("return_packed needs one top_logprobs_num for the whole batch, and gives no token_ids_logprob")
+    flat = _flat(body, stream)
     jobs: list[Job] = []
     call = next(_CALLS)
     batch_rid = body["rid"] if batched and isinstance(body.get("rid"), str) else ""
@@ -106,7 +114,36 @@ def parse_generate(body: Any, bounds: Bounds) -> GenerateCall:
         if packed and wanted.start < 0:
             raise _bad(f"{where}return_packed needs return_logprob: true and logprob_start_len >= 0")
         jobs.append(Job(rids[i], prompt, sampling, wanted, call, batch_rid))
-    return GenerateCall(jobs, batched, stream, packed)
+    if arrays:
+        _give_row_ids(jobs, arrays, packed, bounds)
+    return GenerateCall(jobs, batched, stream, packed, flat)
+
+
+def _flat(body: Mapping[str, Any], stream: bool) -> Flat:
+    """The layout of written tokens' top-k rows. That of the prompt's is always nested: a packed reply is smaller."""
+    flat, base64 = (_flag(body, f"return_flat_raw_{name}") for name in ("output_top_logprobs", "top_logprobs_b64"))
+    if flat and stream:
+        raise _bad("return_flat_raw_output_top_logprobs is for the finished answer: it excludes stream")
+    if base64 and not (flat or _flag(body, "return_flat_raw_top_logprobs")):
+        raise _bad("return_flat_raw_top_logprobs_b64 needs one of the two flags whose arrays it encodes")
+    return "nested" if not flat else "base64" if base64 else "flat"
+
+
+def _give_row_ids(jobs: Sequence[Job], arrays: Mapping[str, NDArray[Any]], packed: bool, bounds: Bounds) -> None:
+    """Cut the array of a packed body into the rows of each job."""
+    ids_NJ = arrays.get("row_ids")
+    if ids_NJ is None or len(arrays) > 1 or not packed:
+        raise _bad(f"a packed body brings row_ids alone and asks for return_packed, got {sorted(arrays)}")
+    counts = [len(job.prompt) - 1 - job.wanted.start for job in jobs]
+    if ids_NJ.dtype != np.int32 or ids_NJ.ndim != 2 or len(ids_NJ) != sum(counts) or not ids_NJ.shape[1]:
+        raise _bad(f"row_ids is {ids_NJ.dtype} {ids_NJ.shape}, int32 ({sum(counts)}, at least 1) was expected")
+    ordered_NJ = np.sort(ids_NJ, axis=1)
+    if ids_NJ.size and (ordered_NJ[:, 0].min() < 0 or ordered_NJ[:, -1].max() >= bounds.vocab_size):
+        raise _bad(f"row_ids names ids outside of the vocabulary of {bounds.vocab_size}")
+    if (ordered_NJ[:, 1:] == ordered_NJ[:, :-1]).any():
+        raise _bad("a row of row_ids names the same id twice")
+    for job, end, count in zip(jobs, itertools.accumulate(counts), counts, strict=True):
+        job.wanted = replace(job.wanted, row_ids=ids_NJ[end - count : end])
 
 
 def _bad(message: str) -> Refusal:

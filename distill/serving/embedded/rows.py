@@ -168,17 +168,16 @@ class Rows:
         part = slice(first, len(self.jobs))
         rules = Rules(self.temperature[part], self.top_p[part], self.top_k[part])
         drawn = draw(logits_NV, rules, uniforms(self.seed[part], self.length[part]))
-        tokens = drawn.tokens_N.cpu().numpy()
+        tokens, logprobs = drawn.tokens_N.cpu().numpy(), drawn.logprobs_N.cpu().numpy()
+        if self._watched:
+            _note_extras(self.jobs[part], drawn.logp_NV)
+        # nothing fails from here on, so a job has as many rows of everything as it has tokens
         self.last[part] = tokens
         at = (np.arange(first, len(self.jobs)), self.count[part])
         self.out_ids[at] = tokens
-        self.out_logp[at] = drawn.logprobs_N.cpu().numpy()
+        self.out_logp[at] = logprobs
         self.count[part] += 1
         self.length[part] += 1
-        if self._watched:
-            for row, job in enumerate(self.jobs[first:]):
-                if job.wanted.output:
-                    _note_extras(job, drawn.logp_NV[row])
 
     def _snapshot(self, row: int) -> None:
         job, count = self.jobs[row], int(self.count[row])
@@ -190,10 +189,18 @@ def _is_watched(job: Job) -> bool:
     return job.on_progress is not None or job.wanted.top_k > 0 or job.wanted.token_ids is not None
 
 
-def _note_extras(job: Job, logp_V: Tensor) -> None:
-    if job.wanted.top_k:
-        values, ids = logp_V.topk(job.wanted.top_k)
-        job.output_tops.append((ids.to(torch.int32).cpu().numpy(), values.cpu().numpy()))
-    if job.wanted.token_ids is not None:
-        ids = torch.from_numpy(job.wanted.token_ids).long().to(logp_V.device)
-        job.output_picked.append(logp_V[ids].cpu().numpy())
+def _note_extras(jobs: Sequence[Job], logp_NV: Tensor) -> None:
+    """Note what each job wants to know of its row beside the token's own number: all of it, or nothing on an error."""
+    topped = [row for row, job in enumerate(jobs) if job.wanted.output and job.wanted.top_k]
+    picking = [row for row, job in enumerate(jobs) if job.wanted.output and job.wanted.token_ids is not None]
+    picked = [logp_NV[row, torch.from_numpy(jobs[row].wanted.token_ids).long()].cpu().numpy() for row in picking]
+    if topped:
+        # one selection and one copy for all rows
+        logp_MV = logp_NV if len(topped) == len(jobs) else logp_NV[topped]
+        values_MK, ids_MK = logp_MV.topk(max(jobs[row].wanted.top_k for row in topped), dim=-1)
+        ids, values = ids_MK.to(torch.int32).cpu().numpy(), values_MK.cpu().numpy()
+        for at, row in enumerate(topped):
+            k = jobs[row].wanted.top_k
+            jobs[row].output_tops.append((ids[at, :k], values[at, :k]))
+    for row, numbers in zip(picking, picked, strict=True):
+        jobs[row].output_picked.append(numbers)

@@ -1,20 +1,19 @@
 """Scoring: log-probabilities of tokens that are already there, for several sequences in one forward pass.
 
 Sequences are padded on the right, where causal attention never looks. Only the rows that were asked for reach the
-head, a bounded number at a time. R rows of one job, N rows of all jobs, K top-k entries, V vocabulary.
+head, a bounded number at a time. R rows of one job, N rows of all jobs, K top-k entries, J ids of a row's own, V
+vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from distill.serving.embedded.jobs import Floats, InputScores, Job
+from distill.serving.embedded.jobs import Floats, Ids, InputScores, Job
 from distill.serving.embedded.served import ServedModel
 
 _HEAD_ELEMENTS = 1 << 26
@@ -52,97 +51,66 @@ def score(served: ServedModel, jobs: Sequence[Job]) -> list[InputScores]:
         ids_BT[row, : len(job.prompt)] = job.prompt
     starts = [job.wanted.start for job in jobs]
     counts = [len(job.prompt) - 1 - start for job, start in zip(jobs, starts, strict=True)]
+    rooms = [_room(job, count, served.vocab_size) for job, count in zip(jobs, counts, strict=True)]
     if not sum(counts):
-        return [_nothing(job, served.vocab_size) for job in jobs]
+        return rooms
     hidden_BTD = served.hidden(torch.from_numpy(ids_BT).to(device))
     flat = np.concatenate(
         [row * width + np.arange(start, start + n) for row, (start, n) in enumerate(zip(starts, counts, strict=True))]
     )
     hidden_ND = hidden_BTD.flatten(0, 1)[torch.from_numpy(flat).to(device)]
-    targets_N = np.concatenate([job.prompt[job.wanted.start + 1 :] for job in jobs])
-    owner_N = np.repeat(np.arange(len(jobs)), counts)
-    rows = _Rows(served, jobs, hidden_ND, torch.from_numpy(targets_N.astype(np.int64)).to(device), owner_N)
-    return rows.run(counts)
+    firsts = np.concatenate([[0], np.cumsum(counts)])
+    step = max(1, _HEAD_ELEMENTS // served.vocab_size)
+    for low in range(0, len(flat), step):
+        high = min(len(flat), low + step)
+        logp_NV = torch.log_softmax(served.logits(hidden_ND[low:high]), dim=-1)
+        for job, room, first, end in zip(jobs, rooms, firsts[:-1].tolist(), firsts[1:].tolist(), strict=True):
+            begin, stop = max(low, first), min(high, end)
+            if begin < stop:
+                _fill(room, slice(begin - first, stop - first), logp_NV[begin - low : stop - low], job)
+    return rooms
 
 
-def _nothing(job: Job, vocab: int) -> InputScores:
+def _room(job: Job, rows: int, vocab: int) -> InputScores:
+    """Where the scores of a job go."""
     wanted = job.wanted
-    none = np.empty(0, np.float32)
+
+    def values(columns: int) -> Floats:
+        return np.empty((rows, columns), np.float32)
+
     return InputScores(
-        token_ids=np.empty(0, np.int32),
-        logprobs=none,
-        top_ids=np.empty((0, wanted.top_k), np.int32) if wanted.top_k else None,
-        top_logprobs=none.reshape(0, wanted.top_k) if wanted.top_k else None,
-        log_tail=none if wanted.top_k else None,
-        picked=none.reshape(0, len(wanted.token_ids)) if wanted.token_ids is not None else None,
-        full=none.reshape(0, vocab) if wanted.full else None,
+        token_ids=job.prompt[wanted.start + 1 :],
+        logprobs=np.empty(rows, np.float32),
+        top_ids=np.empty((rows, wanted.top_k), np.int32) if wanted.top_k else None,
+        top_logprobs=values(wanted.top_k) if wanted.top_k else None,
+        log_tail=np.empty(rows, np.float32) if wanted.top_k or wanted.row_ids is not None else None,
+        picked=None if wanted.token_ids is None else values(len(wanted.token_ids)),
+        row_logprobs=None if wanted.row_ids is None else values(wanted.row_ids.shape[1]),
+        full=values(vocab) if wanted.full else None,
     )
 
 
-@dataclass(slots=True)
-class _Rows:
-    """All rows of one scoring pass, on the device."""
-
-    served: ServedModel
-    jobs: Sequence[Job]
-    hidden_ND: Tensor
-    targets_N: Tensor
-    owner_N: NDArray[np.int64]
-
-    def run(self, counts: Sequence[int]) -> list[InputScores]:
-        total = len(self.owner_N)
-        k = max(job.wanted.top_k for job in self.jobs)
-        logprobs_N = np.empty(total, np.float32)
-        top_ids_NK = np.empty((total, k), np.int32)
-        top_NK = np.empty((total, k), np.float32)
-        picked: list[Floats | None] = [_pick_room(job, n) for job, n in zip(self.jobs, counts, strict=True)]
-        tail = [np.empty(n, np.float32) if job.wanted.top_k else None for job, n in zip(self.jobs, counts, strict=True)]
-        full = [_full_room(job, n, self.served) for job, n in zip(self.jobs, counts, strict=True)]
-        firsts = np.concatenate([[0], np.cumsum(counts)])
-        step = max(1, _HEAD_ELEMENTS // self.served.vocab_size)
-        for low in range(0, total, step):
-            high = min(total, low + step)
-            logp_NV = torch.log_softmax(self.served.logits(self.hidden_ND[low:high]), dim=-1)
-            logprobs_N[low:high] = logp_NV.gather(1, self.targets_N[low:high, None])[:, 0].cpu().numpy()
-            if k:
-                values, ids = logp_NV.topk(k, dim=-1)
-                top_NK[low:high] = values.cpu().numpy()
-                top_ids_NK[low:high] = ids.cpu().numpy()
-            for owner in range(int(self.owner_N[low]), int(self.owner_N[high - 1]) + 1):
-                job, first = self.jobs[owner], int(firsts[owner])
-                begin, end = max(low, first), min(high, int(firsts[owner + 1]))
-                part_RV, here = logp_NV[begin - low : end - low], slice(begin - first, end - first)
-                if (room := picked[owner]) is not None:
-                    ids = torch.from_numpy(job.wanted.token_ids).long().to(part_RV.device)
-                    room[here] = part_RV[:, ids].cpu().numpy()
-                if (room := full[owner]) is not None:
-                    room[here] = part_RV.cpu().numpy()
-                if (room := tail[owner]) is not None:
-                    room[here] = _log_tail(part_RV, torch.from_numpy(top_ids_NK[begin:end, : job.wanted.top_k]))
-        return [
-            InputScores(
-                token_ids=job.prompt[job.wanted.start + 1 :],
-                logprobs=logprobs_N[firsts[i] : firsts[i + 1]],
-                top_ids=top_ids_NK[firsts[i] : firsts[i + 1], : job.wanted.top_k] if job.wanted.top_k else None,
-                top_logprobs=top_NK[firsts[i] : firsts[i + 1], : job.wanted.top_k] if job.wanted.top_k else None,
-                log_tail=tail[i],
-                picked=picked[i],
-                full=full[i],
-            )
-            for i, job in enumerate(self.jobs)
-        ]
+def _fill(room: InputScores, here: slice, logp_RV: Tensor, job: Job) -> None:
+    """Write down what the job wants of its rows `here`, which are `logp_RV`."""
+    room.logprobs[here] = logp_RV.gather(1, _on(logp_RV, room.token_ids[here, None]))[:, 0].cpu().numpy()
+    named: list[Tensor] = []
+    if room.top_ids is not None and room.top_logprobs is not None:
+        top_RK, ids_RK = logp_RV.topk(job.wanted.top_k, dim=-1)
+        room.top_logprobs[here], room.top_ids[here] = top_RK.cpu().numpy(), ids_RK.cpu().numpy()
+        named.append(ids_RK)
+    if room.row_logprobs is not None and job.wanted.row_ids is not None:
+        ids_RJ = _on(logp_RV, job.wanted.row_ids[here])
+        room.row_logprobs[here] = logp_RV.gather(1, ids_RJ).cpu().numpy()
+        named.append(ids_RJ)
+    if room.log_tail is not None:
+        # summed over the complement, not as 1 - mass: a tiny tail keeps its digits
+        rest_RV = logp_RV.scatter(1, torch.cat(named, -1), -torch.inf)
+        room.log_tail[here] = rest_RV.logsumexp(-1).cpu().numpy()
+    if room.picked is not None and job.wanted.token_ids is not None:
+        room.picked[here] = logp_RV[:, _on(logp_RV, job.wanted.token_ids)].cpu().numpy()
+    if room.full is not None:
+        room.full[here] = logp_RV.cpu().numpy()
 
 
-def _pick_room(job: Job, rows: int) -> Floats | None:
-    ids = job.wanted.token_ids
-    return None if ids is None else np.empty((rows, len(ids)), np.float32)
-
-
-def _full_room(job: Job, rows: int, served: ServedModel) -> Floats | None:
-    return np.empty((rows, served.vocab_size), np.float32) if job.wanted.full else None
-
-
-def _log_tail(logp_RV: Tensor, top_ids_RK: Tensor) -> Floats:
-    """log of the mass beside the top-k, summed over the complement so that a tiny tail keeps its digits."""
-    rest_RV = logp_RV.scatter(1, top_ids_RK.long().to(logp_RV.device), -torch.inf)
-    return rest_RV.logsumexp(-1).cpu().numpy()
+def _on(like: Tensor, ids: Ids) -> Tensor:
+    return torch.from_numpy(ids.astype(np.int64)).to(like.device)

@@ -1,0 +1,65 @@
+"""Whole runs with real processes and a teacher whose weights hold what is no number: in one token, and in all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from distill.teacher_manager.gate import canary_ids
+from tests.builders_run import Run, write_run
+from tests.builders_student import VOCAB
+
+pytestmark = pytest.mark.timeout(280)
+DEADLINE_S = 150.0
+LETTER = "u"
+TOKEN = VOCAB - 1
+"""The letter's id; the tiny tokenizer has one id a letter, in their order."""
+
+
+def spoil(model: Path, tensor: str, rows: slice) -> None:
+    tensors = load_file(model / "model.safetensors")
+    tensors[tensor][rows] = np.nan
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_samples_that_a_teacher_cannot_score_are_set_aside_and_the_rest_is_learnt_with_rewards(tmp_path: Path) -> None:
+    assert TOKEN not in canary_ids(VOCAB)
+    path = write_run(
+        tmp_path,
+        objective={"name": "policy_gradient", "outcome": {"baseline": "batch"}},
+        trainer={"steps": 3, "batch_size": 16, "max_quarantined": 40},
+        evaluation={"teachers": False},
+    )
+    rows = [{"prompt": text, "answer": "a"} for text in ("ab", LETTER, "bca", f"a{LETTER}", "cc")]
+    (tmp_path / "math.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spoil(tmp_path / "math", "model.embed_tokens.weight", slice(TOKEN, TOKEN + 1))
+    run = Run(tmp_path / "out", str(path))
+    assert run.wait(DEADLINE_S) == 0, run.output()[-3000:]
+
+    lines = [json.loads(line) for line in (run.folder / "quarantine.jsonl").read_text().splitlines()]
+    assert lines and all(line["teacher"] == "math" and "response token" in line["rule"] for line in lines)
+    assert all(TOKEN in line["prompt_ids"] + line["response_ids"][:-1] for line in lines), "only those with that token"
+    result = run.result()
+    assert result["quarantined"] == {"samples": len(lines), "teachers": {"math": len(lines)}}
+    assert result["samples"] == 48 - len(lines)
+    metrics = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in metrics if "train/loss" in row]
+    assert sum(row["quarantine/samples"] for row in steps) == len(lines)
+    assert all(np.isfinite(row["train/loss"]) and 0 <= row["reward/code"] <= 1 for row in steps)
+    assert f"{len(lines)} samples could not be used and were set aside" in run.output()
+
+
+def test_a_teacher_that_knows_no_number_at_all_ends_the_run_with_one_message(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    spoil(tmp_path / "code", "lm_head.weight", slice(None))
+    run = Run(tmp_path / "out", str(path))
+    assert run.wait(DEADLINE_S) == 4, run.output()[-3000:]
+    assert "Traceback" not in run.output()
+    message = run.output().rpartition("error: ")[2]
+    assert message.startswith("teacher code: request canary-code: ") and "is not a number" in message
+    assert "why: " in message and "fix: " in message and run.output().count("error: ") == 1
+    assert run.result()["status"] == "failed" and run.result()["quarantined"]["samples"] == 0
