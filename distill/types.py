@@ -116,7 +116,7 @@ class TeacherScores:
 
     teacher: str
     logprobs: Floats
-    """(R,) log q of the sampled tokens."""
+    """(R,) log q of the sampled tokens. With `spans`: a span's log q at its first token, 0 at all other tokens."""
     topk_ids: Ids | None = None
     """(R, K) no id twice in a row; -1: a slot that is not used, which only a union has."""
     topk_logprobs: Floats | None = None
@@ -125,6 +125,8 @@ class TeacherScores:
     """(R,) log(1 - mass of q on those ids)."""
     full_logprobs: Floats | None = None
     """(R, V)"""
+    spans: Ids | None = None
+    """(R,) which byte span a token belongs to, where the teacher has another tokenizer; -1: none, so no loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,8 @@ class StepResult:
     """Per teacher: mean H(q) - H(p) in nats; absent where the signal does not tell."""
     token_share: Mapping[str, float] = field(default_factory=dict[str, float])
     """Per teacher: share of the batch's response tokens that it scored."""
+    objective: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
+    """Whatever else the objective measures, per teacher: metric name -> teacher -> token mean."""
     peak_memory_bytes: int = 0
 
 

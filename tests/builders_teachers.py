@@ -109,7 +109,7 @@ class FakeClient:
     async def info(self) -> ServerInfo:
         return ServerInfo("fake", "0", VOCAB, 1000, self._reach().version, packed=True)
 
-    async def load_weights(self, path: Path, version: str) -> None:
+    async def load_weights(self, path: Path, version: str, vocab_size: int | None = None) -> None:
         server = self._reach()
         await asyncio.sleep(0)
         if server.fail_loads:

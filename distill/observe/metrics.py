@@ -33,6 +33,9 @@ METRICS: dict[str, Metric] = {
         "1", "mean", "share of the batch's response tokens that the teacher scored"
     ),
     "teacher/entropy_gap/<teacher>": Metric("nat", "mean", "entropy of the teacher minus entropy of the student"),
+    "objective/<metric>/<teacher>": Metric(
+        "1", "mean", "what else the objective measures, mean over the tokens that the teacher scored; see objectives"
+    ),
     "teacher/queue_age_s/<teacher>": Metric("s", "max", "how long the teacher's oldest waiting sample has waited"),
     "teacher/quarantined/<teacher>": Metric("sample", "sum", "samples of the batch set aside because of the teacher"),
     "teacher/swaps/<teacher>": Metric("1", "last", "times the teacher was loaded into a slot, since the run began"),

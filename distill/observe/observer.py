@@ -284,4 +284,6 @@ def _train_metrics(result: StepResult, samples: Sequence[ScoredSample], lags: Se
     }
     for family in ("kl", "entropy_gap", "token_share"):
         values |= {f"teacher/{family}/{name}": value for name, value in getattr(result, family).items()}
+    for metric, means in result.objective.items():
+        values |= {f"objective/{metric}/{name}": value for name, value in means.items()}
     return values

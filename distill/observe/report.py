@@ -139,6 +139,7 @@ def _learning(history: History, series: Series) -> list[Figure]:
         _lines(
             "KL on held-out answers", "KL(student ‖ teacher) per domain on the same answers each time, nat", kl_lines
         ),
+        *_objective(history, series),
         _lines("Reward", "mean reward of each domain's samples in a step", rewards),
         _lines("Samples set aside", "in each step; quarantine.jsonl says why", set_aside),
         _lines("Loss", "the objective, mean over response tokens", loss),
@@ -269,6 +270,22 @@ def _per_teacher(history: History, series: Series, family: str) -> list[Line]:
     return [
         Line(name, _points(series, f"teacher/{family}/{name}"), colour(index))
         for index, name in enumerate(history.teachers)
+    ]
+
+
+def _objective(history: History, series: Series) -> list[Figure]:
+    """A picture for each further metric of the objective."""
+    names = dict.fromkeys(name.split("/")[1] for name in series if name.startswith("objective/"))
+    return [
+        _lines(
+            name.replace("_", " ").capitalize(),
+            f"of the objective, mean over each teacher's tokens: objective/{name}/…",
+            [
+                Line(teacher, _points(series, f"objective/{name}/{teacher}"), colour(index))
+                for index, teacher in enumerate(history.teachers)
+            ],
+        )
+        for name in names
     ]
 
 

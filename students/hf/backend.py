@@ -174,6 +174,7 @@ class HFStudent:
             kl=tally.means("kl"),
             entropy_gap=tally.means("entropy_gap"),
             token_share={teacher: count / tokens for teacher, count in tally.tokens.items()},
+            objective={name: tally.means(name) for name in tally.metrics if name not in ("kl", "entropy_gap")},
             peak_memory_bytes=peak_memory_bytes(),
         )
 

@@ -137,6 +137,8 @@ class MicroBatch:
             signal["topk_ids_NK"] = self._scores(shares, "topk_ids", np.int64)
             signal["topk_logp_NK"] = self._scores(shares, "topk_logprobs", np.float32)
             signal["log_tail_N"] = self._scores(shares, "log_tail", np.float32)
+        if any(share.scores.spans is not None for share in shares):
+            signal["span_N"] = self._scores(shares, "spans", np.int64)
         outcomes = [share.lesson.outcome for share in shares]
         if all(outcome is not None for outcome in outcomes):
             signal["outcome_N"] = self._repeated(np.asarray(outcomes, np.float32), counts)

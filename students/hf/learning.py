@@ -23,10 +23,6 @@ from distill.types import Batch
 from students.hf.batching import Lesson, MicroBatch
 from students.hf.head import HeadInput
 
-CHUNK_BYTES = 128_000_000
-"""Float32 logits of one chunk, unless `student.head_chunk_tokens` says how many tokens it has. Four such tensors exist
-at a time: see docs/benchmarks.md for what other sizes cost."""
-
 
 def lessons_of(batch: Batch, rules: ObjectiveConfig) -> dict[str, Lesson]:
     """Sample id -> its lesson, for all samples that have a trained token. Factors and outcomes are of the whole batch.
@@ -57,7 +53,7 @@ class HeadJob:
 
     objective: Objective
     vocab_size: int
-    chunk_tokens: int | None
+    chunk_tokens: int
     mixture: str = "weighted"
     """weighted: the losses of several teachers of a token are added; else their distributions are mixed first."""
 
@@ -74,8 +70,7 @@ class HeadJob:
         return head_loss(at.hidden_ND, at.weight_VD, at.bias_V, parts, self.objective, combine=mix, **self._how(at))
 
     def _how(self, at: HeadInput) -> dict[str, Any]:
-        chunk_tokens = self.chunk_tokens or max(1, CHUNK_BYTES // (4 * self.vocab_size))
-        return {"vocab_size": self.vocab_size, "chunk_tokens": chunk_tokens, "logits_transform": at.transform}
+        return {"vocab_size": self.vocab_size, "chunk_tokens": self.chunk_tokens, "logits_transform": at.transform}
 
     def _conditioned(self, micro: MicroBatch, at: HeadInput, parts: list[TeacherPart]) -> list[TeacherPart]:
         """First pass over whole samples, for objectives with gates or returns along a sample."""
@@ -138,6 +133,11 @@ class Tally:
                 for name, value in sums.items():
                     mine[name] = mine.get(name, 0.0) + value
         return total
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names of all metrics that some teacher has."""
+        return list(dict.fromkeys(name for sums in self.sums.values() for name in sums))
 
     def means(self, metric: str) -> dict[str, float]:
         """Teacher -> token mean of `metric`, where it is known."""

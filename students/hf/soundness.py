@@ -85,6 +85,8 @@ def _require_shapes(sample: Sample, scores: TeacherScores, spec: SignalSpec, voc
         expected |= {"topk_ids": (rows, columns), "topk_logprobs": (rows, columns), "log_tail": (rows,)}
     elif spec.signal is Signal.FULL:
         expected["full_logprobs"] = (rows, vocab_size)
+    if scores.spans is not None:
+        expected["spans"] = (rows,)
     for name, shape in expected.items():
         array: NDArray[Any] | None = getattr(scores, name)
         if array is None or array.shape != shape:
@@ -96,11 +98,11 @@ def _require_shapes(sample: Sample, scores: TeacherScores, spec: SignalSpec, voc
                 sample_id=sample.id,
                 teacher=scores.teacher,
             )
-        kind = "iu" if name == "topk_ids" else "f"
+        kind = "iu" if name in ("topk_ids", "spans") else "f"
         if array.dtype.kind not in kind:
             raise TeacherError(
                 f"sample {sample.id}, teacher {scores.teacher}: {name} holds {array.dtype}",
-                why="ids are whole numbers, log-probabilities floating ones",
+                why="ids and spans are whole numbers, log-probabilities floating ones",
                 sample_id=sample.id,
                 teacher=scores.teacher,
             )

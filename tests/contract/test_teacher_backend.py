@@ -195,7 +195,7 @@ async def test_weights_that_change_on_disk_are_caught_before_they_score_anything
 @pytest.mark.faults
 async def test_a_load_of_other_weights_under_the_right_label_is_caught(house: House, tmp_path: Path) -> None:
     class WrongLoads(ServerClient):
-        async def load_weights(self, path: Path, version: str) -> None:
+        async def load_weights(self, path: Path, version: str, vocab_size: int | None = None) -> None:
             await super().load_weights(house.folders["c"], version)
 
     async with Backend(house, tmp_path) as backend:

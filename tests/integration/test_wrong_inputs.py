@@ -239,7 +239,7 @@ CASES = [
         "a character that the tokenizer cannot spell",
         lambda folder: write_jsonl(folder / "math.jsonl", [{"prompt": "a?"}]) and None,
         2,
-        ("{0}/math.jsonl:1: the tokenizer refuses this prompt",),
+        ("{0}/math.jsonl:1: the student's tokenizer refuses this prompt",),
     ),
     Case(
         "prompt longer than the context",

@@ -85,12 +85,13 @@ def test_rewards_are_means_a_domain_and_what_was_set_aside_is_counted(tmp_path: 
 
 def test_a_step_becomes_one_line_with_its_values(tmp_path: Path) -> None:
     seen = observer(tmp_path)
-    tell_step(seen, 1, loss=0.75, kl={"math": 0.25}, tokens=12)
+    tell_step(seen, 1, loss=0.75, kl={"math": 0.25}, tokens=12, objective={"gated_low": {"code": 0.125}})
     tell_step(seen, 2)
     first, second = lines_of(tmp_path)
     assert (first["step"], second["step"]) == (1, 2)
     assert first["train/loss"] == 0.75
     assert first["teacher/kl/math"] == 0.25
+    assert first["objective/gated_low/code"] == 0.125
     assert first["train/tokens"] == 12
     assert first["train/response_tokens"] == 4
     assert first["store/size"] == 7

@@ -77,7 +77,7 @@ def made_up_run(folder: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> tu
         with seen.span("train", amount=100):
             clock.now = start + 0.6
         clock.now = start + 1.0
-        tell_step(seen, version)
+        tell_step(seen, version, objective={"gated_low": {"math": 0.1, "code": 0.2}})
     evaluated(seen, "student", "sums", 0.6, step=steps, kl=0.05)
     seen.event("warning", "rollout-1 & <script>alert(1)</script>")
     seen.finish("done", export_dir=folder / "student")
@@ -97,6 +97,7 @@ def test_the_report_shows_the_figures_of_the_run(tmp_path: Path, monkeypatch: py
     assert "<span>overlap</span><b>80.0 %</b>" in text
     for heading in (
         "KL per teacher",
+        "Gated low",
         "Loss",
         "Staleness",
         "Pipeline, a few steps",

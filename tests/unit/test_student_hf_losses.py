@@ -87,6 +87,15 @@ def test_tokens_that_the_student_did_not_write_carry_no_loss(model: Path, packin
     assert sum(result.token_share.values()) == pytest.approx(1.0)
 
 
+def test_what_the_objective_measures_besides_the_kl_is_told_per_teacher(model: Path) -> None:
+    batch = make_batch(SAMPLED, count=6, teachers=({"math": 1.0}, {"code": 0.5}))
+    far = changed(batch, logprobs=lambda item: np.full_like(item.sample.logprobs, -20.0))
+    told = learn(model, far, PolicyGradient()).objective
+    assert set(told) == {"importance_weight", "gated_low", "gated_high"}
+    assert told["gated_high"] == {"math": 1.0, "code": 1.0}, "every ratio is far above the band"
+    assert told["importance_weight"] == {"math": 0.0, "code": 0.0}
+
+
 def test_masked_tokens_may_have_no_probability_and_no_scores(model: Path) -> None:
     batch = changed(make_batch(SAMPLED, count=4, seed=2), loss_mask=every_second)
     before = learn(model, batch, PolicyGradient()).loss
