@@ -109,6 +109,7 @@ def teacher_signal(case: Case, dtype: Any) -> dict[str, Any]:
 def chunked_step(case: Case, hidden_ND: Any, weight_VD: Any, signal: dict[str, Any]) -> Callable[[], None]:
     import torch
 
+    from distill.objectives.corrections import NoCorrection
     from distill.objectives.divergence import ReverseKL
     from distill.objectives.head_loss import TeacherHead, TeacherLogits, TeacherPart, head_loss
     from distill.objectives.policy_gradient import PolicyGradient
@@ -116,7 +117,7 @@ def chunked_step(case: Case, hidden_ND: Any, weight_VD: Any, signal: dict[str, A
 
     objective: Any = {
         "topk": lambda: ReverseKL(support="teacher_topk", k=TOP_K),
-        "sampled": lambda: PolicyGradient(),
+        "sampled": lambda: PolicyGradient(importance=NoCorrection(), advantage_clip=None),
     }.get(case.objective, ReverseKL)()
     full = None
     if case.objective == "logits":

@@ -240,6 +240,7 @@ class _Run:
     ) -> RemoteServer:
         """A rollout server starts with the student and takes weights; a slot starts with some teacher and a budget."""
         config, rollout = self._config, role == "rollout"
+        first, teacher = next(iter(config.teachers.items()))
         urls = config.server.rollout_urls if rollout else config.server.teacher_urls
         name = f"{role}-{index}"
         remote = await cluster.spawn(
@@ -248,8 +249,8 @@ class _Run:
             (config.server,),
             {
                 "name": name,
-                "model": config.student.model if rollout else next(iter(config.teachers.values())).model,
-                "vocab_size": self._checked.vocab_size,
+                "model": config.student.model if rollout else teacher.model,
+                "vocab_size": self._checked.vocab_size if rollout else self._checked.teacher_vocab_sizes[first],
                 "folder": self._folder / "logs",
                 "index": index if rollout else config.rollout.servers + index,
                 "weight_version": "0" if rollout else "none",
@@ -293,7 +294,12 @@ class _Run:
         )
         manager = TeacherManager(
             [
-                Teacher.open(name, teacher.model, server_dtype=self._config.server.dtype)
+                Teacher.open(
+                    name,
+                    teacher.model,
+                    server_dtype=self._config.server.dtype,
+                    vocab_size=self._checked.teacher_vocab_sizes[name],
+                )
                 for name, teacher in self._config.teachers.items()
             ],
             [Slot(server.name, server.locate, self._connect, self._checked.models.slot_bytes) for server in servers],
@@ -304,6 +310,7 @@ class _Run:
             canaries=CanaryStore(self._folder / "canaries.json"),
             on_span=self._observer.add_span,
             on_event=self._observer.event,
+            translations=self._checked.translations,
         )
         check_signal(objective, manager.caps)
         return manager

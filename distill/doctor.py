@@ -24,6 +24,7 @@ from distill.config import RunConfig
 from distill.config.compose import load_config
 from distill.errors import DistillError
 from distill.preflight import inspection, is_prepared, machine
+from distill.preflight.foreign import make_translations
 from distill.preflight.parts import check_parts
 from distill.preflight.programs import check_programs
 from distill.preflight.vocabulary import check_rows
@@ -167,23 +168,31 @@ def _look_at_models(report: Report, config: RunConfig) -> None:
     report.attempt("disk", lambda: machine.check_disk(config, parameters), lambda it: f"{it / 1e9:.3g} GB needed")
     found = report.attempt(
         "tokenizers",
-        lambda: inspection.inspect_vocabulary(models),
-        lambda it: f"one vocabulary of {it[0].size} ids; answers end with {', '.join(map(str, it[1]))}",
+        lambda: inspection.inspect_vocabularies(models),
+        lambda it: (
+            f"{'the student has' if it.foreign else 'one vocabulary of'} {it.student.size} ids; "
+            f"answers end with {', '.join(map(str, it.end_ids))}"
+        ),
     )
     if found is None:
         return
-    vocabulary, _, notes = found
-    for note in notes:
+    for note in found.notes:
         report.note("tokenizers", note)
-    for model in (models.student, *(teacher.model for teacher in models.teachers.values())):
+    for model, size in inspection.heads(models, found):
         report.attempt(
-            f"head of {model.role}", lambda model=model: check_rows(model, vocabulary.size), lambda note: note or "fits"
+            f"head of {model.role}",
+            lambda model=model, size=size: check_rows(model, size),
+            lambda note: note or "fits",
         )
-    report.attempt(
+    prompts = report.attempt(
         "prompts",
-        lambda: inspection.inspect_prompts(config, models, vocabulary),
+        lambda: inspection.inspect_prompts(config, models, found.student),
         lambda it: f"{it.stream.prompts_per_epoch} prompts, the longest has {it.longest} tokens",
     )
-    report.attempt(
-        "objective", lambda: inspection.inspect_objective(config, vocabulary), lambda it: it.contract.optimises
-    )
+    report.attempt("objective", lambda: inspection.inspect_objective(config, found), lambda it: it.contract.optimises)
+    if prompts is not None and found.foreign:
+        report.attempt(
+            "other tokenizers",
+            lambda: make_translations(config, models, found, prompts),
+            lambda it: f"{', '.join(it)}: bytes of all tokens known, all prompts spelled",
+        )

@@ -62,7 +62,10 @@ class ModelServer(Protocol):
     async def score(
         self, requests: Sequence[ScoreRequest], spec: SignalSpec, teacher: str, expected_version: str
     ) -> list[TeacherScores]: ...
-    async def load_weights(self, path: Path, version: str) -> None: ...
+    async def load_weights(self, path: Path, version: str, vocab_size: int | None = None) -> None:
+        """`vocab_size`: log-probabilities are over ids below it from now on; None: over as many as before."""
+        ...
+
     async def checksums(self) -> dict[str, str]:
         """Tensor name -> xxh3-64 of its bytes as the server holds it, 16 hex digits.
 
@@ -258,6 +261,8 @@ class Contract:
     source: str = ""
     couples_tokens: bool = False
     """The loss of a row depends on other tokens of its sample: `condition` is called, once, before the loss."""
+    reads_spans: bool = False
+    """It can learn from a teacher with another tokenizer: from `TokenRows.span_N`, which others would not look at."""
 
 
 @runtime_checkable

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from distill.config import TeacherManagerConfig
 from distill.errors import ServerError, TeacherError
 from distill.protocols import ServerAddress, ServerInfo
-from distill.teacher_manager import AnnouncedScheduler, CanaryStore, Slot, Teacher, TeacherManager
+from distill.teacher_manager import AnnouncedScheduler, CanaryStore, Slot, Teacher, TeacherManager, Translation
 from distill.transfermesh.digest import tensor_digest
 from distill.types import (
     Floats,
@@ -180,6 +181,7 @@ class Rig:
         barrier: bool = False,
         hold_s: float = 0.0,
         spec: SignalSpec = SAMPLED,
+        translations: Mapping[str, Translation] = MappingProxyType({}),
         **config: Any,
     ) -> None:
         self.teachers = {teacher.name: teacher for teacher in teachers}
@@ -203,6 +205,7 @@ class Rig:
             canaries=CanaryStore(root / "canaries.json"),
             on_span=lambda *span: self.spans.append(span),
             on_event=lambda *event: self.events.append(event),
+            translations=translations,
         )
 
     def expected(self, sample: Sample) -> list[Floats]:

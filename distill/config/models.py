@@ -117,9 +117,7 @@ class StudentConfig(_Section):
     packing: bool = Field(
         default=True, description="lay samples end to end, without padding, where the model's attention allows it"
     )
-    head_chunk_tokens: Positive | None = Field(
-        default=None, description="tokens whose logits exist at one time; default: as many as fit in 128 MB"
-    )
+    head_chunk_tokens: Positive = Field(default=256, description="tokens whose logits exist at one time")
     gradient_checkpointing: bool = False
     device: Device = "auto"
     threads: Processes = Field(default=1, description="CPU threads of each training process")
@@ -138,6 +136,11 @@ class TeacherConfig(_Section):
     )
     base: FilePath | None = Field(default=None, description="the model that a LoRA adapter in `model` belongs to")
     tokenizer: FilePath | None = Field(default=None, description="default: the model's folder")
+    alignment: Literal["bytes"] | None = Field(
+        default=None,
+        description="bytes: its tokenizer is not the student's, and the two are compared on the byte spans that both "
+        "spell; needs objective=span_kl",
+    )
 
 
 class DataConfig(_Section):

@@ -59,6 +59,7 @@ class SpanKL:
             depends_on_action=True,
             source="byte-offset spans of TRL's GOLD; k2 of Schulman, Approximating KL Divergence (2020)",
             couples_tokens=True,
+            reads_spans=True,
         )
 
     def condition(self, rows: TokenRows, student_logp_N: Tensor) -> TokenRows:

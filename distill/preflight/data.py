@@ -22,6 +22,9 @@ class Prompts:
     longest: int
     """Tokens of the longest prompt."""
     rows_per_teacher: Mapping[str, int]
+    rows: Sequence[tuple[PromptRow, Ids]]
+    """Every row that is trained on, beside the student's ids of its prompt."""
+    held_out_rows: Sequence[tuple[PromptRow, Ids]]
 
 
 def load_prompts(config: RunConfig, tokenizer: Any, context_length: int, tightest: str) -> Prompts:
@@ -30,7 +33,7 @@ def load_prompts(config: RunConfig, tokenizer: Any, context_length: int, tightes
     if config.objective.outcome is not None:
         _check_outcomes(rows, config.objective.outcome.grader)
     encoded = [encode(row, tokenizer) for row in rows]
-    _check_length(rows, encoded, config.rollout.max_new_tokens, "rollout.max_new_tokens", context_length, tightest)
+    check_length(rows, encoded, config.rollout.max_new_tokens, "rollout.max_new_tokens", context_length, tightest)
     counts = {name: sum(name in row.teachers for row in rows) for name in config.teachers}
     idle = [name for name, count in counts.items() if not count]
     if idle:
@@ -41,8 +44,9 @@ def load_prompts(config: RunConfig, tokenizer: Any, context_length: int, tightes
         )
     stream = PromptStream(rows, encoded, config.run.seed, config.rollout.epochs)
     _check_steps(config, stream)
-    held_out, longest = _held_out(config, rows, tokenizer, context_length, tightest)
-    return Prompts(stream, held_out, max(longest, *(len(ids) for ids in encoded), 0), counts)
+    held_out, further = _held_out(config, rows, tokenizer, context_length, tightest)
+    pairs = list(zip(rows, encoded, strict=True))
+    return Prompts(stream, held_out, max(len(ids) for _, ids in pairs + further), counts, pairs, further)
 
 
 def _check_outcomes(rows: Sequence[PromptRow], grader: str) -> None:
@@ -71,9 +75,10 @@ def _check_steps(config: RunConfig, stream: PromptStream) -> None:
         )
 
 
-def _check_length(
+def check_length(
     rows: Sequence[PromptRow], encoded: Sequence[Ids], new_tokens: int, setting: str, context_length: int, tightest: str
 ) -> None:
+    """Raises ConfigError when the longest prompt and an answer to it do not fit in the context."""
     row, ids = max(zip(rows, encoded, strict=True), key=lambda pair: len(pair[1]))
     if len(ids) + new_tokens > context_length:
         room = context_length - len(ids)
@@ -87,25 +92,31 @@ def _check_length(
 
 def _held_out(
     config: RunConfig, rows: Sequence[PromptRow], tokenizer: Any, context_length: int, tightest: str
-) -> tuple[dict[str, tuple[Prompt, ...]], int]:
+) -> tuple[dict[str, tuple[Prompt, ...]], list[tuple[PromptRow, Ids]]]:
+    """The prompts by domain, and all rows with their ids."""
     routes = {row.domain: row.teachers for row in reversed(rows)}
     limit = config.evaluation.limit
-    new_tokens, setting = config.rollout.max_new_tokens, "rollout.max_new_tokens"
-    if config.evaluation.max_new_tokens is not None:
-        new_tokens, setting = config.evaluation.max_new_tokens, "evaluation.max_new_tokens"
+    new_tokens, setting = answer_length(config)
     domains: dict[str, list[Prompt]] = {}
-    longest = 0
+    pairs: list[tuple[PromptRow, Ids]] = []
     for index, source in enumerate(config.evaluation.data):
         found = read_rows(source, config.teachers, routes)
         _check_answers(config, index, source, found)
         encoded = [encode(row, tokenizer) for row in found]
-        _check_length(found, encoded, new_tokens, setting, context_length, tightest)
-        longest = max(longest, *(len(ids) for ids in encoded), 0)
+        check_length(found, encoded, new_tokens, setting, context_length, tightest)
+        pairs += zip(found, encoded, strict=True)
         for row, ids in zip(found, encoded, strict=True):
             domain = domains.setdefault(row.domain, [])
             if limit is None or len(domain) < limit:
                 domain.append(Prompt(len(domain), row.domain, ids, row.teachers, row.answer))
-    return {name: tuple(prompts) for name, prompts in domains.items()}, longest
+    return {name: tuple(prompts) for name, prompts in domains.items()}, pairs
+
+
+def answer_length(config: RunConfig) -> tuple[int, str]:
+    """The most tokens of a held-out answer, and the setting that says so."""
+    if config.evaluation.max_new_tokens is not None:
+        return config.evaluation.max_new_tokens, "evaluation.max_new_tokens"
+    return config.rollout.max_new_tokens, "rollout.max_new_tokens"
 
 
 def _check_answers(config: RunConfig, index: int, source: DataConfig, rows: Sequence[PromptRow]) -> None:

@@ -12,11 +12,23 @@ from distill.objectives.build import build_objective
 from distill.preflight import machine
 from distill.preflight.data import Prompts, load_prompts, prompts_needed
 from distill.preflight.folder import ModelFolder, existing_folder, inspect_folder, read_json
+from distill.preflight.foreign import check_alignment, make_translations
 from distill.preflight.parts import check_parts
 from distill.preflight.programs import check_programs
-from distill.preflight.vocabulary import Vocabulary, check_ends, check_rows, check_same, end_ids, load_vocabulary
+from distill.preflight.vocabulary import (
+    Vocabularies,
+    Vocabulary,
+    check_ends,
+    check_rows,
+    check_same,
+    end_ids,
+    foreign_notes,
+    load_foreign,
+    load_vocabulary,
+)
 from distill.protocols import Objective
 from distill.run_folder import foresee
+from distill.teacher_manager import Translation
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -30,6 +42,8 @@ class TeacherFolder:
     tokenizer: Path
     slot_bytes: int
     """Weight bytes in a slot, in the servers' dtype."""
+    foreign: bool
+    """Its tokenizer is said to be another than the student's."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +66,10 @@ class Preflight:
     models: Models
     vocabulary: Vocabulary
     vocab_size: int
-    """V: every log-probability is over ids below it."""
+    """V: every log-probability is over ids below it, but for teachers with another tokenizer."""
+    teacher_vocab_sizes: Mapping[str, int]
+    translations: Mapping[str, Translation]
+    """For each teacher with another tokenizer."""
     end_ids: tuple[int, ...]
     prompts: Prompts
     objective: Objective
@@ -82,18 +99,22 @@ def inspect(config: RunConfig) -> Preflight:
     """Raises the DistillError of the first thing that is wrong: ConfigError, EnvironmentFault, TeacherError, ..."""
     notes = inspect_early(config)
     models = inspect_models(config)
-    vocabulary, ends, end_notes = inspect_vocabulary(models)
-    notes += end_notes
-    notes += [note for each in _folders(models) if (note := check_rows(each, vocabulary.size))]
+    vocabularies = inspect_vocabularies(models)
+    vocabulary = vocabularies.student
+    notes += vocabularies.notes
+    notes += [note for model, size in heads(models, vocabularies) if (note := check_rows(model, size))]
     prompts = inspect_prompts(config, models, vocabulary)
-    objective = inspect_objective(config, vocabulary)
+    objective = inspect_objective(config, vocabularies)
+    translations = make_translations(config, models, vocabularies, prompts)
     needed = machine.check_disk(config, models.student.parameters)
     machine.check_ports(config)
     return Preflight(
         models=models,
         vocabulary=vocabulary,
         vocab_size=vocabulary.size,
-        end_ids=ends,
+        teacher_vocab_sizes={name: vocabularies.of(name).size for name in models.teachers},
+        translations=translations,
+        end_ids=vocabularies.end_ids,
         prompts=prompts,
         objective=objective,
         disk_bytes=needed,
@@ -135,8 +156,8 @@ def inspect_models(config: RunConfig) -> Models:
     )
 
 
-def inspect_vocabulary(models: Models) -> tuple[Vocabulary, tuple[int, ...], list[str]]:
-    """The student's vocabulary, once every teacher is known to share it; the ids that end an answer; and notes."""
+def inspect_vocabularies(models: Models) -> Vocabularies:
+    """The student's vocabulary, once every teacher is known to share it or to be compared by its text."""
     vocabulary = load_vocabulary(models.student_tokenizer, "student")
     ends = end_ids(models.student.path, vocabulary)
     if not ends:
@@ -146,23 +167,31 @@ def inspect_vocabulary(models: Models) -> tuple[Vocabulary, tuple[int, ...], lis
             fix="set eos_token in tokenizer_config.json",
         )
     notes: list[str] = []
+    foreign: dict[str, Vocabulary] = {}
     for name, teacher in models.teachers.items():
-        own = check_same(vocabulary, models.student_tokenizer, teacher.tokenizer, f"teachers.{name}")
-        note = check_ends(vocabulary, ends, end_ids(teacher.model.path, own), f"teachers.{name}", models.student.path)
+        role = f"teachers.{name}"
+        if teacher.foreign:
+            foreign[name] = load_foreign(vocabulary, teacher.tokenizer, role)
+            notes += foreign_notes(foreign[name], end_ids(teacher.model.path, foreign[name]), role)
+            continue
+        own = check_same(vocabulary, models.student_tokenizer, teacher.tokenizer, role)
+        note = check_ends(vocabulary, ends, end_ids(teacher.model.path, own), role, models.student.path)
         notes += [note] if note else []
-    return vocabulary, ends, notes
+    return Vocabularies(vocabulary, ends, foreign, tuple(notes))
 
 
 def inspect_prompts(config: RunConfig, models: Models, vocabulary: Vocabulary) -> Prompts:
     return load_prompts(config, vocabulary.tokenizer, models.context_length, models.tightest)
 
 
-def inspect_objective(config: RunConfig, vocabulary: Vocabulary) -> Objective:
-    """The objective with its settings; it asks for no more ids than there are."""
+def inspect_objective(config: RunConfig, vocabularies: Vocabularies) -> Objective:
+    """The objective with its settings; it asks for no more ids than there are, and of no teacher what it cannot use."""
     objective = build_objective(config.objective)
-    if objective.spec.k > vocabulary.size:
+    check_alignment(config, list(vocabularies.foreign), objective)
+    size = vocabularies.student.size
+    if objective.spec.k > size:
         raise ConfigError(
-            f"objective.k is {objective.spec.k}, and the vocabulary has {vocabulary.size} ids",
+            f"objective.k is {objective.spec.k}, and the vocabulary has {size} ids",
             fix=f"take a smaller k, or the whole vocabulary: objective={config.objective.name} without k",
         )
     return objective
@@ -182,8 +211,10 @@ def make_plan(config: RunConfig, models: Models, prompts: Prompts) -> Plan:
     )
 
 
-def _folders(models: Models) -> tuple[ModelFolder, ...]:
-    return (models.student, *(teacher.model for teacher in models.teachers.values()))
+def heads(models: Models, vocabularies: Vocabularies) -> list[tuple[ModelFolder, int]]:
+    """Every model with the number of ids of its tokenizer."""
+    teachers = [(teacher.model, vocabularies.of(name).size) for name, teacher in models.teachers.items()]
+    return [(models.student, vocabularies.student.size), *teachers]
 
 
 def _teacher(name: str, teacher: TeacherConfig, itemsize: int) -> TeacherFolder:
@@ -192,7 +223,13 @@ def _teacher(name: str, teacher: TeacherConfig, itemsize: int) -> TeacherFolder:
     if teacher.base is not None or not (folder / "config.json").is_file():
         _refuse_adapter(folder, teacher.base, role)
     model = inspect_folder(folder, f"{role}.model", TeacherError)
-    return TeacherFolder(name, model, teacher.tokenizer or folder, model.loaded_bytes(itemsize))
+    return TeacherFolder(
+        name=name,
+        model=model,
+        tokenizer=teacher.tokenizer or folder,
+        slot_bytes=model.loaded_bytes(itemsize),
+        foreign=teacher.alignment is not None,
+    )
 
 
 def _refuse_adapter(folder: Path, base: Path | None, role: str) -> None:

@@ -1,6 +1,7 @@
 """One vocabulary for everybody: the student's tokenizer, its equality with every teacher's, the ids that end an answer.
 
-Teachers read the very ids that the student wrote. A teacher whose tokenizer differs would score other words than those.
+Teachers read the very ids that the student wrote. A teacher whose tokenizer differs would score other words than those,
+unless it is said to be compared by its text: then it has a vocabulary of its own.
 Which id ends an answer is no part of that equality: a base model and its chat model share their ids and often end with
 different ones. It is compared by itself, because a student learns its end from its teachers.
 """
@@ -33,6 +34,21 @@ class Vocabulary:
     def size(self) -> int:
         """V: one more than the largest id, which is `len(tokenizer)` where ids have no holes."""
         return max(self.tokens) + 1
+
+
+@dataclass(frozen=True)
+class Vocabularies:
+    """The student's vocabulary, and those of teachers that do not share it."""
+
+    student: Vocabulary
+    end_ids: tuple[int, ...]
+    """The student's ids that end an answer."""
+    foreign: Mapping[str, Vocabulary]
+    """Teacher -> its own vocabulary, where that is another."""
+    notes: tuple[str, ...]
+
+    def of(self, teacher: str) -> Vocabulary:
+        return self.foreign.get(teacher, self.student)
 
 
 def load_vocabulary(path: Path, role: str) -> Vocabulary:
@@ -82,10 +98,22 @@ def check_same(student: Vocabulary, student_path: Path, path: Path, role: str) -
         return other
     raise ConfigError(
         f"{role}: its tokenizer in {path} is not the student's: {_difference(student, other)}",
-        why="a teacher scores the ids that the student wrote: under another tokenizer they spell other words, and "
-        "nothing here translates",
-        fix="use teachers and a student of one family, whose tokenizers are equal",
+        why="a teacher scores the ids that the student wrote: under another tokenizer they spell other words",
+        fix="use teachers and a student of one family, whose tokenizers are equal; or compare what they spell, with "
+        f"{role}.alignment=bytes objective=span_kl",
     )
+
+
+def load_foreign(student: Vocabulary, path: Path, role: str) -> Vocabulary:
+    """The vocabulary in `path`, which is not to be the student's. Raises ConfigError when it is."""
+    other = load_vocabulary(path, role)
+    if other.fingerprint == student.fingerprint:
+        raise ConfigError(
+            f"{role}.alignment has no effect: its tokenizer in {path} is the student's",
+            why="a setting that is ignored is a mistake",
+            fix=f"remove {role}.alignment",
+        )
+    return other
 
 
 def _same_files(one: Path, other: Path) -> bool:
@@ -169,3 +197,11 @@ def check_ends(
         "rollout.max_new_tokens",
         fix=f"{remedy}, so that the student ends there too; or start from the student's chat model",
     )
+
+
+def foreign_notes(vocabulary: Vocabulary, ends: Sequence[int], role: str) -> list[str]:
+    """What is to be known of a teacher with another tokenizer."""
+    notes = [f"{role}: a tokenizer of its own, {vocabulary.size} ids: compared on the text that both spell"]
+    if not ends:
+        notes.append(f"{role}: it names no end token, so it does not teach where an answer ends")
+    return notes

@@ -201,26 +201,29 @@ def _teachers(
     return {name: float(weight) for name, weight in weights.items()}
 
 
-def encode(row: PromptRow, tokenizer: Tokenizer) -> Ids:
-    """The row's token ids, (P,) with P >= 1. Raises ConfigError with the row's place."""
+def encode(row: PromptRow, tokenizer: Tokenizer, whose: str = "the student's") -> Ids:
+    """The row's token ids, (P,) with P >= 1. Raises ConfigError with the row's place and `whose` tokenizer it is."""
     try:
-        ids = tokenizer(row.prompt).input_ids if isinstance(row.prompt, str) else _chat(row, row.prompt, tokenizer)
+        if isinstance(row.prompt, str):
+            ids = tokenizer(row.prompt).input_ids
+        else:
+            ids = _chat(row, row.prompt, tokenizer, whose)
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{row.place}: the tokenizer refuses this prompt: {error}",
-            fix="remove what the student's tokenizer cannot spell",
+            f"{row.place}: {whose} tokenizer refuses this prompt: {error}",
+            fix=f"remove what {whose} tokenizer cannot spell",
         ) from error
     if not len(ids):
-        raise ConfigError(f"{row.place}: the tokenizer makes no token of this prompt")
+        raise ConfigError(f"{row.place}: {whose} tokenizer makes no token of this prompt")
     return np.asarray(ids, np.int32)
 
 
-def _chat(row: PromptRow, messages: Messages, tokenizer: Tokenizer) -> Sequence[int]:
+def _chat(row: PromptRow, messages: Messages, tokenizer: Tokenizer, whose: str) -> Sequence[int]:
     if not tokenizer.chat_template:
         raise ConfigError(
-            f"{row.place}: the prompt is chat messages, and the student's tokenizer has no chat template",
+            f"{row.place}: the prompt is chat messages, and {whose} tokenizer has no chat template",
             fix="use a tokenizer with a chat_template, or write the prompt as a text",
         )
     try:

@@ -127,14 +127,17 @@ class ServerClient:
             found.extend(zip(call, parse_scores(reply, parts, teacher), strict=True))
         return joined(found)
 
-    async def load_weights(self, path: Path, version: str) -> None:
+    async def load_weights(self, path: Path, version: str, vocab_size: int | None = None) -> None:
         """Load the Hugging Face folder `path`, as seen by the server, and call it `version`.
 
-        Raises TeacherError when the server cannot load it; what it holds then is unknown.
+        `vocab_size` is told to the embedded server only: SGLang counts all rows of the head. Raises TeacherError when
+        the server cannot load it; what it holds then is unknown.
         """
-        status, _, reply = await self._call(
-            "POST", "/update_weights_from_disk", {"model_path": str(path), "weight_version": version}, self._timeout_s
-        )
+        body: dict[str, Any] = {"model_path": str(path), "weight_version": version}
+        if vocab_size is not None and (await self._known()).program == EMBEDDED:
+            body["vocab_size"] = vocab_size
+        self._last_info = None  # another model may have another vocabulary and context
+        status, _, reply = await self._call("POST", "/update_weights_from_disk", body, self._timeout_s)
         answer = _as_object(reply)
         if status != 200 or answer.get("success") is not True:
             raise TeacherError(

@@ -62,8 +62,9 @@ class Gate:
     """Checks one activation. Raises TeacherError when the server does not hold what the teacher's files say."""
 
     def __init__(self, canaries: CanaryStore, *, vocab_size: int, atol: float) -> None:
+        """`vocab_size`: of teachers that have none of their own."""
         self._canaries = canaries
-        self._ids = canary_ids(vocab_size)
+        self._vocab_size = vocab_size
         self._atol = atol
 
     async def check(self, client: ModelServer, teacher: Teacher, slot: str) -> None:
@@ -76,7 +77,8 @@ class Gate:
                 why="its scores would come from other weights than those of the teacher",
                 fix="check that nothing rewrites the folder during a run; look at the server's log",
             )
-        request = ScoreRequest(f"canary-{teacher.name}", self._ids, CANARY_RESPONSE)
+        ids = canary_ids(teacher.vocab_size or self._vocab_size)
+        request = ScoreRequest(f"canary-{teacher.name}", ids, CANARY_RESPONSE)
         replies = await client.score([request], SignalSpec(Signal.SAMPLED), teacher.name, teacher.version)
         self._compare(teacher, slot, replies[0].logprobs)
 

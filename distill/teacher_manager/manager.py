@@ -12,9 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
-
-import numpy as np
 
 from distill.config import TeacherManagerConfig
 from distill.errors import ServerError, TeacherError
@@ -23,10 +22,10 @@ from distill.teacher_manager.gate import CanaryStore, Gate
 from distill.teacher_manager.scheduler import Job, Scheduler, Visit, Wait
 from distill.teacher_manager.slot import Slot
 from distill.teacher_manager.teachers import Teacher
+from distill.teacher_manager.translation import Translation, questions
 from distill.types import (
     GenerateRequest,
     Generation,
-    Ids,
     Sample,
     ScoredSample,
     ScoreRequest,
@@ -84,7 +83,9 @@ class TeacherManager:
         canaries: CanaryStore,
         on_span: SpanSink,
         on_event: EventSink,
+        translations: Mapping[str, Translation] = MappingProxyType({}),
     ) -> None:
+        """`translations`: for each teacher that has another tokenizer than the student."""
         for teacher in teachers:
             for slot in slots:
                 slot.check_budget(teacher)
@@ -93,6 +94,7 @@ class TeacherManager:
         self._scheduler = scheduler
         self._spec = spec
         self._config = config
+        self._translations = translations
         self._caps = TeacherCaps(frozenset(Signal), max_k=vocab_size, vocab_size=vocab_size)
         self._gate = Gate(canaries, vocab_size=vocab_size, atol=config.canary_atol)
         self._span = on_span
@@ -133,36 +135,29 @@ class TeacherManager:
             raise ServerError(
                 f"{sample.id}: its rollout server wrote no token", why="there is nothing to score", sample_id=sample.id
             )
-        ids = np.concatenate([sample.prompt_ids, sample.response_ids])
-        request = ScoreRequest(sample.id, ids, len(sample.response_ids), self._student_ids(sample))
+        try:
+            asked = questions(sample, self._spec, self._translations)
+        except TeacherError:
+            self.cancel(sample.id)
+            raise
         works = [
-            self._submit(teacher, sample.id, len(ids), sample.ordinal, score=request) for teacher in sample.teachers
+            self._submit(teacher, sample.id, len(each.request.input_ids), sample.ordinal, score=each.request)
+            for teacher, each in zip(sample.teachers, asked, strict=True)
         ]
-        scores: list[TeacherScores] = await self._results(works)
-        return ScoredSample(sample, tuple(scores))
-
-    def _student_ids(self, sample: Sample) -> Ids | None:
-        """What the teachers are asked about, where that is the student's choice."""
-        if not self._spec.student_k:
-            return None
-        shape = (len(sample.response_ids), self._spec.student_k)
-        if sample.topk_ids is None or sample.topk_ids.shape != shape:
-            found = "none" if sample.topk_ids is None else f"some of shape {sample.topk_ids.shape}"
-            raise TeacherError(
-                f"{sample.id}: needs the student's most probable tokens, of shape {shape}, and has {found}",
-                why=f"support {self._spec.support} is about tokens of the student's choice",
-                fix="rollout servers report them with each token; a sample made otherwise has to bring them",
-                sample_id=sample.id,
-            )
-        return sample.topk_ids
+        found: list[TeacherScores] = await self._results(works)
+        return ScoredSample(sample, tuple(each.answer(sample, its) for each, its in zip(asked, found, strict=True)))
 
     async def generate(self, teacher: str, requests: Sequence[GenerateRequest]) -> list[Generation]:
         """Have one teacher write, when it has its turn. Raises TeacherError when it cannot."""
         if not requests:
             return []
+        translation = self._translations.get(teacher)
+        if translation is not None:
+            requests = [translation.prompt(request) for request in requests]
         tokens = sum(map(_cost_of_prompt, requests))
         work = self._submit(teacher, requests[0].id, tokens, ordinal=-1, prompts=requests)
-        return (await self._results([work]))[0]
+        written: list[Generation] = (await self._results([work]))[0]
+        return written if translation is None else [translation.written(each) for each in written]
 
     def queue_ages(self) -> Mapping[str, float]:
         now = time.monotonic()

@@ -172,7 +172,7 @@ class Slot:
         await asyncio.to_thread(teacher.check_files)
         version = await asyncio.to_thread(lambda: teacher.version)  # the first time, this reads the files
         client = await self._connected(deadline)
-        loading = client.load_weights(teacher.folder, version)
+        loading = client.load_weights(teacher.folder, version, teacher.vocab_size)
         await self._in_time(loading, deadline - time.monotonic(), f"the weights of {teacher.name} to load")
         self.state = State.VERIFY
         checking = gate.check(client, teacher, self.name)

@@ -144,7 +144,7 @@ class HFStudent:
                 why="a step on the wrong weights would be lost, or done twice",
                 fix="load the checkpoint of that version before the step",
             )
-        require_sound(batch, objective.spec, self._vocab_size)
+        require_sound(batch, objective, self._vocab_size)
         trained = self._trained
         lessons = lessons_of(batch, self._rules)
         mine = [lessons[each.sample.id] for each in self._parallel.share(batch.samples) if each.sample.id in lessons]
@@ -229,7 +229,7 @@ class HFStudent:
 
         Exact when the objective's signal is full; otherwise what the objective's `kl` metric knows.
         """
-        require_sound(batch, objective.spec, self._vocab_size)
+        require_sound(batch, objective, self._vocab_size)
         self._trained.model.eval()
         try:
             told = self._parallel.together(lambda: self._measure(batch, objective))

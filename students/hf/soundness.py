@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distill.errors import StudentError, TeacherError
+from distill.errors import ConfigError, StudentError, TeacherError
+from distill.protocols import Objective
 from distill.types import Batch, Sample, Signal, SignalSpec, Support, TeacherScores
 
 
-def require_sound(batch: Batch, spec: SignalSpec, vocab_size: int) -> None:
+def require_sound(batch: Batch, objective: Objective, vocab_size: int) -> None:
     """Check that every sample is whole and has the scores that the objective needs, one row a response token.
 
-    Raises TeacherError or StudentError naming the sample (and the teacher). What teachers say is checked by the
-    objective.
+    Raises TeacherError or StudentError naming the sample (and the teacher), ConfigError for scores on byte spans that
+    the objective would take for scores of tokens. What teachers say is checked by the objective.
     """
     for item in batch.samples:
         sample = item.sample
@@ -36,8 +37,15 @@ def require_sound(batch: Batch, spec: SignalSpec, vocab_size: int) -> None:
                     why="a weight is a number of at least 0",
                     sample_id=sample.id,
                 )
+            if scores.spans is not None and not objective.contract.reads_spans:
+                raise ConfigError(
+                    f"sample {sample.id}: its teacher {scores.teacher} has another tokenizer, which the objective "
+                    f"{type(objective).__name__} cannot use",
+                    why="the scores are of byte spans, and it would take them for scores of single tokens",
+                    fix="use span_kl, or a teacher of the student's tokenizer",
+                )
             if weight != 0:
-                _require_shapes(sample, scores, spec, vocab_size)
+                _require_shapes(sample, scores, objective.spec, vocab_size)
     if not any(item.sample.loss_tokens for item in batch.samples):
         raise StudentError(
             f"the batch for weight version {batch.version} has no token to learn from",

@@ -270,6 +270,25 @@ async def test_new_weights_from_disk_change_the_version_and_the_scores(served: S
     assert set(answer.versions) == {"v1"}
 
 
+async def test_a_model_with_another_vocabulary_is_scored_over_its_own(served: Served, client: ServerClient) -> None:
+    if served.program != "embedded":
+        pytest.skip("SGLang counts all rows of the head")
+    request = ScoreRequest("s", np.array([5, 6, 7, 8], np.int32), 2)
+    await client.load_weights(served.other, "v1", VOCAB - 4)
+    assert (await client.info()).vocab_size == VOCAB - 4
+    (fewer,) = await client.score([request], SignalSpec(Signal.FULL), "t", "v1")
+    await client.load_weights(served.other, "v2", VOCAB)
+    assert (await client.info()).vocab_size == VOCAB
+    (all_of_them,) = await client.score([request], SignalSpec(Signal.FULL), "t", "v2")
+    assert fewer.full_logprobs is not None and all_of_them.full_logprobs is not None
+    kept = all_of_them.full_logprobs[:, : VOCAB - 4]
+    normalised = kept - np.log(np.exp(kept.astype(np.float64)).sum(-1, keepdims=True))
+    np.testing.assert_allclose(fewer.full_logprobs, normalised, atol=1e-5)
+    with pytest.raises(TeacherError, match=rf"head has \d+ rows, but the vocabulary is said to have {VOCAB + 900}"):
+        await client.load_weights(served.other, "v3", VOCAB + 900)
+    assert (await client.info()).vocab_size == VOCAB, "what cannot be served changes nothing"
+
+
 async def test_scores_of_another_version_than_the_expected_one_are_refused(client: ServerClient) -> None:
     with pytest.raises(TeacherError, match=r"algebra.*s0.*version 'v0'.*'v7'"):
         await client.score(sequences()[:1], SignalSpec(Signal.SAMPLED), "algebra", "v7")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -15,7 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 from distill.errors import DistillError
 from distill.serving.embedded.http import Handler, Source, State, json_reply, read_body
 from distill.serving.embedded.jobs import Job, Refusal
-from distill.serving.embedded.served import ServedModel
+from distill.serving.embedded.served import Limits, ServedModel
 from distill.serving.embedded.weights import Prepared, checksums, load, prepare
 
 T = TypeVar("T")
@@ -152,14 +153,15 @@ async def _update_from_disk(state: State, request: Request) -> Response:
     base_text, version = _text(body, "base"), _text(body, "weight_version")
     base = Path(base_text) if base_text else None
     engine = state.engine
+    limits = _with_vocabulary(state.limits, body.get("vocab_size"))
     async with state.weights_lock:
         served = engine.require_model()
         try:
-            prepared = await asyncio.to_thread(prepare, served, folder, base)
+            prepared = await asyncio.to_thread(prepare, served, folder, base, limits)
             held = await _between_steps(state, lambda: _go_live(state, served, prepared, body, version))
         except DistillError as error:
             return json_reply({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
-        state.source = Source(folder, engine.version, base)
+        state.source, state.limits = Source(folder, engine.version, base), limits
         if prepared.replacement is not None:
             del served
             _give_back(state)
@@ -167,6 +169,15 @@ async def _update_from_disk(state: State, request: Request) -> Response:
     return json_reply(
         {"success": True, "message": f"Succeeded to update model weights.{note}", "num_paused_requests": held}
     )
+
+
+def _with_vocabulary(limits: Limits, vocab_size: Any) -> Limits:
+    """For a model with another vocabulary than the last; None: as it was."""
+    if vocab_size is None:
+        return limits
+    if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or vocab_size < 1:
+        raise Refusal(400, f"vocab_size must be a whole number above 0, got {vocab_size!r}")
+    return replace(limits, vocab_size=vocab_size)
 
 
 def _go_live(state: State, served: ServedModel, prepared: Prepared, body: dict[str, Any], version: str | None) -> int:

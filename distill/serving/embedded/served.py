@@ -48,13 +48,7 @@ class ServedModel:
         self._head = model.get_output_embeddings()
         parameters = inspect.signature(self._base.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
-        rows = int(self._head.weight.shape[0])
-        self.vocab_size = limits.vocab_size or int(self.config.vocab_size)
-        if self.vocab_size > rows:
-            raise ConfigError(
-                f"{folder}: the head has {rows} rows, but the vocabulary is said to have {self.vocab_size} entries",
-                fix=f"give --vocab-size {rows} or less",
-            )
+        self.vocab_size = self.counted_rows(folder, limits)
         self.context_length = _context_length(self.config, folder, limits)
         self.stop_ids = stop_ids(folder)
         self._check_head()
@@ -64,6 +58,17 @@ class ServedModel:
         """Read a Hugging Face folder. Raises ConfigError or EnvironmentFault when it cannot be served."""
         model = load_model(folder, limits)
         return cls(model, folder, limits)
+
+    def counted_rows(self, folder: Path, limits: Limits) -> int:
+        """Rows of the head that are ids. Raises ConfigError when `limits` says more than there are."""
+        rows = int(self._head.weight.shape[0])
+        count = limits.vocab_size or int(self.config.vocab_size)
+        if count > rows:
+            raise ConfigError(
+                f"{folder}: the head has {rows} rows, but the vocabulary is said to have {count} entries",
+                fix=f"give --vocab-size {rows} or less",
+            )
+        return count
 
     def hidden(self, ids_BT: Tensor) -> Tensor:
         """Final hidden states (B, T, D) of whole sequences, padded on the right if at all."""

@@ -60,6 +60,7 @@ class Prepared:
     folder: Path
     tensors: Mapping[str, Tensor]
     """For the present model; memory-mapped. Empty when there is a replacement."""
+    limits: Limits
     replacement: ServedModel | None = None
     """A model of another shape, to take the place of the present one."""
 
@@ -71,7 +72,8 @@ class Prepared:
         with torch.no_grad():
             for name, tensor in self.tensors.items():
                 live[name].copy_(tensor)
-        served.folder = self.folder
+        served.folder, served.limits = self.folder, self.limits
+        served.vocab_size = served.counted_rows(self.folder, self.limits)
         served.stop_ids = stop_ids(self.folder) or served.stop_ids
         return served
 
@@ -83,18 +85,23 @@ def load(folder: Path, base: Path | None, limits: Limits) -> ServedModel:
     return ServedModel.load(folder, limits)
 
 
-def prepare(served: ServedModel, folder: Path, base: Path | None) -> Prepared:
-    """Open and check the weights of `folder`. Raises ConfigError and leaves everything as it was if they do not fit."""
+def prepare(served: ServedModel, folder: Path, base: Path | None, limits: Limits) -> Prepared:
+    """Open and check the weights of `folder`, which will be served within `limits`.
+
+    Raises ConfigError and leaves everything as it was if they do not fit.
+    """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder")
     if _is_adapter(folder):
-        model, base = _merged(folder, base, served.limits)
+        model, base = _merged(folder, base, limits)
         if _config_dict(model.config) != _config_dict(served.config):
             raise ConfigError(f"{folder}: its base {base} is not the architecture that this server holds")
-        return Prepared(folder, live_tensors(model))
-    check_folder(folder, served.limits)
+        served.counted_rows(folder, limits)
+        return Prepared(folder, live_tensors(model), limits)
+    check_folder(folder, limits)
     if _function_of(folder) != _config_dict(served.config):
-        return Prepared(folder, {}, replacement=ServedModel.load(folder, served.limits))
+        return Prepared(folder, {}, limits, replacement=ServedModel.load(folder, limits))
+    served.counted_rows(folder, limits)
     found = _open(folder)
     wanted, aliases = live_tensors(served.model), tied_names(served.model)
     for alias, name in aliases.items():
@@ -103,7 +110,7 @@ def prepare(served: ServedModel, folder: Path, base: Path | None) -> Prepared:
     if missing := set(wanted) - set(found):
         # Some architectures keep other names in memory than in files; transformers knows how to convert them, and
         # says what is missing otherwise.
-        found = live_tensors(load_model(folder, served.limits))
+        found = live_tensors(load_model(folder, limits))
         assert not missing - set(found)
     elif strays := sorted(set(found) - set(wanted)):
         raise ConfigError(f"{folder}: the model has no place for {some(strays)}")
@@ -114,7 +121,7 @@ def prepare(served: ServedModel, folder: Path, base: Path | None) -> Prepared:
             )
         if found[name].is_floating_point() != tensor.is_floating_point():
             raise ConfigError(f"{folder}: {name} is {found[name].dtype}, which cannot become {tensor.dtype}")
-    return Prepared(folder, found)
+    return Prepared(folder, found, limits)
 
 
 def _open(folder: Path) -> dict[str, Tensor]:

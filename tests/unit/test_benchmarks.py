@@ -1,0 +1,49 @@
+"""The benchmarks compare like with like, and start. Their figures are no matter of tests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.common import write_plot
+from benchmarks.head_loss import OBJECTIVES, Case, measure, prepare
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_chunked_and_the_plain_computation_of_a_benchmark_give_the_same_gradients(objective: str) -> None:
+    gradients = []
+    for chunk in (0, 3):
+        step, leaves = prepare(Case(objective, 8, 200, 16, chunk, 2, "float32", "cpu"))
+        step()
+        gradients.append([leaf.grad for leaf in leaves])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is measured on Linux only")
+def test_a_case_reports_its_peak_memory_and_the_time_of_every_repeat() -> None:
+    found = measure(Case("logits", 64, 50_000, 16, 64, 3, "float32", "wall"))
+    assert len(found["seconds"]) == 3
+    # student's logits, teacher's and the gradient are 12.8 MB each
+    assert found["bytes"] > 20e6
+
+
+@pytest.mark.parametrize("module", ["benchmarks.head_loss", "benchmarks.versus_trl"])
+def test_a_benchmark_explains_itself(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "--threads" in done.stdout
+
+
+def test_a_plot_has_a_line_of_all_points_for_every_series(tmp_path: Path) -> None:
+    path = tmp_path / "plot.svg"
+    write_plot(path, [("one", "tokens", {"a": [(1, 1.0), (2, 2.0)], "b": [(1, 3.0), (2, 4.0)]})], y_label="seconds")
+    text = path.read_text()
+    assert text.count("<circle") == 4
+    assert text.count("<polyline") == 3
