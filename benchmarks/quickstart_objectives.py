@@ -60,7 +60,7 @@ class Outcome:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("variants", nargs="*", metavar="variant", help=f"of {', '.join(VARIANTS)}; default: all")
-    parser.add_argument("--steps", type=int, help="optimiser steps of each run; default: as many as the objective needs")
+    parser.add_argument("--steps", type=int, help="optimiser steps of each run; default: what the objective needs")
     parser.add_argument("--seed", type=int, default=0, help="run.seed")
     parser.add_argument("--set", action="append", default=[], metavar="key=value", help="override for every run")
     options = parser.parse_args(arguments)
