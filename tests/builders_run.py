@@ -139,3 +139,14 @@ def _words(process: psutil.Process) -> list[str]:
 
 def kill(process: psutil.Process) -> None:
     process.send_signal(signal.SIGKILL)
+
+
+DEADLINE_S = 250.0
+"""For a whole tiny run. It takes 20 seconds; two busy cores with other tests on them make that many times more."""
+
+
+def finished(folder: Path, *overrides: str, **changes: Any) -> Run:
+    """A run of `write_run(folder, **changes)` that went well."""
+    run = Run(folder / "out", str(write_run(folder, **changes)), *overrides)
+    assert run.wait(DEADLINE_S) == 0, run.output()[-3000:]
+    return run
