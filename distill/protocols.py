@@ -231,7 +231,10 @@ class StudentBackend(Protocol):
 
     def step(self, batch: Batch, objective: Objective) -> StepResult: ...
     def evaluate(self, batch: Batch, objective: Objective) -> dict[str, float]:
-        """Token mean of KL(p || q) per domain, without learning."""
+        """Token mean of KL(p || q) per domain, without learning.
+
+        An objective on sampled tokens can but estimate KL(q || p), of samples that a teacher wrote.
+        """
         ...
 
     def weights(self) -> Iterator[tuple[str, str, tuple[int, ...], Any]]:

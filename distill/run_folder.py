@@ -164,12 +164,17 @@ def _take(lock: IO[str], folder: Path) -> None:
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
-    """What fixes the stream of samples: a checkpoint goes on only with the same."""
+    """What fixes the stream of samples and what the student keeps: a checkpoint goes on only with the same."""
+    student = config.student
     return {
         "run.seed": config.run.seed,
         "trainer.batch_size": config.trainer.batch_size,
         "rollout.samples_per_prompt": config.rollout.samples_per_prompt,
-        "student.model": str(config.student.model),
+        "student.model": str(student.model),
+        "student.dtype": student.dtype,
+        "student.optimizer": student.optimizer,
+        "student.ema_decay": student.ema_decay,
+        "student.lora": student.lora and student.lora.model_dump(mode="json", exclude={"export"}),
         "data": [str(source.path) for source in config.data],
         "teachers": {name: str(teacher.model) for name, teacher in sorted(config.teachers.items())},
         "objective": config.objective.model_dump(mode="json"),
@@ -180,8 +185,18 @@ def check_identity(checkpoint: Checkpoint, config: RunConfig) -> None:
     saved, wanted = checkpoint.state["identity"], identity(config)
     for key, value in wanted.items():
         if saved.get(key) != value:
+            at, now, then = _first_difference(key, value, saved.get(key))
             raise ConfigError(
-                f"resume: {key} is {value!r}, and {checkpoint.folder} was made with {saved.get(key)!r}",
-                why="other samples would be trained than the first run promised",
+                f"resume: {at} is {now!r}, and {checkpoint.folder} was made with {then!r}",
+                why="what is trained would not be what the first run promised",
                 fix="resume with the same value, or start a new run",
             )
+
+
+def _first_difference(key: str, now: Any, then: Any) -> tuple[str, Any, Any]:
+    """The place inside a mapping where two differ, and what is there."""
+    if isinstance(now, dict) and isinstance(then, dict):
+        for name in {**now, **then}:
+            if now.get(name) != then.get(name):
+                return _first_difference(f"{key}.{name}", now.get(name), then.get(name))
+    return key, now, then

@@ -7,10 +7,11 @@ path, a list for a tuple; YAML has no other way to write those. Upper bounds are
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 INT32 = 2**31 - 1
@@ -88,6 +89,18 @@ class LoraConfig(_Section):
         default="merged",
         description="what the end of a run writes: whole weights, or a peft adapter over student.model",
     )
+
+    @field_validator("targets")
+    @classmethod
+    def _targets_name_layers(cls, targets: str | list[str]) -> str | list[str]:
+        if not targets or not all(targets):
+            raise ValueError("names no layer; leave it out for all linear layers but the head")
+        if isinstance(targets, str):
+            try:
+                re.compile(targets)
+            except re.error as error:
+                raise ValueError(f"is no regular expression: {error}") from error
+        return targets
 
 
 class StudentConfig(_Section):

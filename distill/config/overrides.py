@@ -203,6 +203,8 @@ def _quoted(key: KeyPath, value: str) -> str:
         return value
     if not holds(annotation, str, Path) or value in ("null", "") or value[0] in "'\"":
         return value
+    if value[0] == "[" and holds_list(annotation):
+        return value
     # Hydra reads backslashes as escapes only where a quote follows them.
     escaped = re.sub(r"(\\*)'", r"\1\1\'", value)
     return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"

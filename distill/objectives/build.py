@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -33,12 +34,11 @@ def build_objective(config: ObjectiveConfig) -> Objective:
             raise ConfigError(
                 f"objective.{option}: {config.name} has no such setting", fix=registry.did_you_mean(option, known)
             )
+    _require_plain(kind, config.options)
     try:
         objective: Any = TypeAdapter(kind).validate_python(config.options)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        path = ".".join(["objective", *(str(part) for part in first["loc"])])
-        raise ConfigError(f"{path}: {first['msg']}, got {first['input']!r}") from error
+        raise _refusal(("objective",), error) from error
     if not isinstance(objective, Objective):
         raise ConfigError(
             f"objective.name: {config.name!r} does not implement Objective",
@@ -68,3 +68,21 @@ def _check_mixture(mixture: str, spec: SignalSpec) -> None:
             why="teachers that answer for tokens of their own choice do not tell one another's probabilities",
             fix="use support=student_topk, or mixture=weighted",
         )
+
+
+def _require_plain(kind: type, options: Mapping[str, Any]) -> None:
+    """Numbers and truth values are what they are written as: no text or truth value passes for a number."""
+    hints = get_type_hints(kind)
+    for option, value in options.items():
+        hint = hints[option]
+        if {hint, *get_args(hint)} & {int, float, bool} and isinstance(value, int | float | bool | str):
+            try:
+                TypeAdapter(hint).validate_python(value, strict=True)
+            except ValidationError as error:
+                raise _refusal(("objective", option), error) from error
+
+
+def _refusal(at: tuple[str, ...], error: ValidationError) -> ConfigError:
+    first = error.errors(include_url=False)[0]
+    path = ".".join([*at, *(str(part) for part in first["loc"])])
+    return ConfigError(f"{path}: {first['msg']}, got {first['input']!r}")

@@ -35,6 +35,9 @@ from distill.protocols import Contract
 from distill.registry import did_you_mean
 from distill.types import Signal, SignalSpec, Support
 
+NEAREST = 1e-6
+"""How near a share of a mixture may come to an end where the mixture is one of the distributions itself: some ten times
+the resolution of float32 next to 1."""
 SUPPORTS = ("full", *(support.value for support in Support))
 
 
@@ -249,6 +252,12 @@ class JSD(_Smoothed):
                 f"objective.beta: must be between 0 and 1, got {self.beta}",
                 why="it is the teacher's share of the mixture",
             )
+        if 0.0 < min(self.beta, 1.0 - self.beta) < NEAREST:
+            raise ConfigError(
+                f"objective.beta: {self.beta} is nearer to an end than {NEAREST}",
+                why="the two distributions of a divergence differ by less than float32 can tell there",
+                fix="use 0 for KL(q || p), or 1 for KL(p || q)",
+            )
 
     def _claim(self) -> tuple[str, str]:
         inside = 0.0 < self.beta < 1.0
@@ -283,9 +292,9 @@ class SkewKL(_Divergence):
                 f"objective.direction: there is no {self.direction!r}",
                 fix=did_you_mean(str(self.direction), ("forward", "reverse")),
             )
-        if not 0.0 <= self.alpha < 1.0:
+        if not 0.0 <= self.alpha <= 1.0 - NEAREST:
             raise ConfigError(
-                f"objective.alpha: must be at least 0 and less than 1, got {self.alpha}",
+                f"objective.alpha: must be at least 0 and at most {1.0 - NEAREST}, got {self.alpha}",
                 why="at 1 a distribution is compared with itself, which teaches nothing",
             )
 

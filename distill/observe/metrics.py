@@ -62,7 +62,11 @@ METRICS: dict[str, Metric] = {
     "memory/student_peak_gb": Metric("GB", "max", "largest memory of the training process, as its backend reports it"),
     "store/size": Metric("sample", "last", "scored samples that wait for the student"),
     "eval/accuracy/<domain>": Metric("1", "last", "share of held-out prompts that the student answers right"),
-    "eval/kl/<domain>": Metric("nat", "last", "KL(student ‖ teacher) on fixed held-out answers"),
+    "eval/kl/<domain>": Metric(
+        "nat",
+        "last",
+        "KL(student ‖ teacher) on fixed held-out answers; KL(teacher ‖ student), estimated, from sampled tokens",
+    ),
     "eval/teacher_accuracy/<teacher>/<domain>": Metric(
         "1", "last", "share of held-out prompts that a teacher answers right"
     ),

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from distill.config.models import LoraConfig, ObjectiveConfig, StudentConfig
 from distill.errors import ConfigError, DistillError, StudentError
 from distill.protocols import Objective, WeightShard
-from distill.types import Batch, StepResult
+from distill.types import Batch, Signal, StepResult
 from students.hf import checkpoint, lora, packed_attention
 from students.hf.batching import Lesson, MicroBatch, split
 from students.hf.head import HeadInput, ReplacedHead, require_known_logits
@@ -227,7 +227,8 @@ class HFStudent:
     def evaluate(self, batch: Batch, objective: Objective) -> dict[str, float]:
         """Token mean of KL(p || q) per domain, without learning. Several teachers of a sample count by their weights.
 
-        Exact when the objective's signal is full; otherwise what the objective's `kl` metric knows.
+        Exact when the objective's signal is full, over the compared outcomes for a top-k. From sampled tokens alone it
+        is an estimate of KL(q || p), for samples that a teacher wrote.
         """
         require_sound(batch, objective, self._vocab_size)
         self._trained.model.eval()
@@ -247,12 +248,15 @@ class HFStudent:
         """Domain -> sum of weight * KL and sum of weights, over this rank's share."""
         job = HeadJob(objective, self._vocab_size, self._config.head_chunk_tokens)
         totals: dict[str, list[float]] = {}
+        sign = -1.0 if objective.spec.signal is Signal.SAMPLED else 1.0
 
         def work(micro: MicroBatch, at: HeadInput) -> Tensor:
             _, metrics = job.loss(micro, at)
             for part in micro.teacher_parts(objective.spec, dtype=torch.float32):
                 weights_n = part.weights_n.double()
-                total[0] += float((weights_n * metrics[part.teacher]["kl"].double()).sum())
+                # of tokens that a teacher wrote, the mean of log p - log q estimates -KL(q || p)
+                kl_n = metrics[part.teacher]["kl"].double() * sign
+                total[0] += float((weights_n * kl_n).sum())
                 total[1] += float(weights_n.sum())
             return at.nothing()
 

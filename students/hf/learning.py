@@ -25,7 +25,8 @@ from students.hf.head import HeadInput
 
 
 def lessons_of(batch: Batch, rules: ObjectiveConfig) -> dict[str, Lesson]:
-    """Sample id -> its lesson, for all samples that have a trained token. Factors and outcomes are of the whole batch.
+    """Sample id -> its lesson, for all samples that count: a trained token, and a domain whose weight is not 0. Factors
+    and outcomes are of the whole batch.
 
     Raises ConfigError for domain weights that do not fit the batch, StudentError for a missing reward.
     """
@@ -43,7 +44,7 @@ def lessons_of(batch: Batch, rules: ObjectiveConfig) -> dict[str, Lesson]:
     return {
         item.sample.id: Lesson(item, weight, outcome)
         for item, weight, outcome in zip(batch.samples, weights_S, outcomes_S, strict=True)
-        if item.sample.loss_tokens
+        if item.sample.loss_tokens and weight
     }
 
 

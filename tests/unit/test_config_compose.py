@@ -301,3 +301,20 @@ def test_a_file_that_would_replace_the_defaults_is_refused(tmp_path: Path) -> No
     (tmp_path / "distill.yaml").write_text("trainer: {steps: 7}\n")
     with pytest.raises(ConfigError, match="would stand in for the defaults"):
         load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "targets"),
+    [
+        ("student.lora.targets=[q_proj,v_proj]", ["q_proj", "v_proj"]),
+        ("student.lora.targets=.*[qv]_proj", ".*[qv]_proj"),
+    ],
+)
+def test_layers_are_a_list_or_an_expression_as_in_the_file(tmp_path: Path, override: str, targets: Any) -> None:
+    lora = load(tmp_path, override).config.student.lora
+    assert lora is not None and lora.targets == targets
+
+
+@pytest.mark.parametrize("targets", ["(", "", "[]", "[q_proj,'']"])
+def test_layers_that_can_be_none_are_refused(tmp_path: Path, targets: str) -> None:
+    assert "student.lora.targets" in refusal(tmp_path, f"student.lora.targets={targets}")

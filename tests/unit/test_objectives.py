@@ -115,9 +115,9 @@ def test_the_direction_of_a_kl_is_what_its_name_says() -> None:
 
 def test_a_scaled_jsd_runs_from_one_kl_to_the_other() -> None:
     student_NV, teacher_NV = random_logits(0), random_logits(1)
-    for beta, end in ((1e-8, ForwardKL()), (1 - 1e-8, ReverseKL())):
+    for beta, end in ((1e-6, ForwardKL()), (1 - 1e-6, ReverseKL())):
         near_N, _ = values_of(JSD(beta=beta, scaled=True), student_NV, teacher_NV)
-        torch.testing.assert_close(near_N, values_of(end, student_NV, teacher_NV)[0], rtol=1e-4, atol=0)
+        torch.testing.assert_close(near_N, values_of(end, student_NV, teacher_NV)[0], rtol=1e-3, atol=0)
         plain_N, _ = values_of(JSD(beta=beta), student_NV, teacher_NV)
         assert float(plain_N.max()) < 1e-4
 
@@ -292,7 +292,7 @@ def test_more_tokens_than_the_vocabulary_has_are_an_error() -> None:
         (lambda: TotalVariation(**TOPK, form="corrected"), "corrected is defined for reverse_kl and forward_kl only"),
         (lambda: JSD(beta=1.5), "objective.beta: must be between 0 and 1"),
         (lambda: JSD(beta=math.nan), "objective.beta: must be between 0 and 1"),
-        (lambda: SkewKL(alpha=1.0), "objective.alpha: must be at least 0 and less than 1"),
+        (lambda: SkewKL(alpha=1.0), "objective.alpha: must be at least 0 and at most 0.999999"),
         (lambda: SkewKL(direction="sideways"), "objective.direction: there is no 'sideways'"),  # pyright: ignore[reportArgumentType]
         (lambda: ReverseKL(teacher_smoothing=1.0), "objective.teacher_smoothing"),
         (lambda: ReverseKL(**TOPK, teacher_smoothing=0.1), "needs the full vocabulary"),

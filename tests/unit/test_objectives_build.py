@@ -53,10 +53,6 @@ def test_what_all_objectives_share_is_none_of_their_settings(section: dict[str, 
     assert build(**section) == build(**own)
 
 
-def test_numbers_written_as_text_are_read_as_numbers() -> None:
-    assert build(name="jsd", beta="0.25").beta == 0.25
-
-
 def test_an_objective_of_the_users_own_is_named_by_its_module() -> None:
     assert build(name="distill.objectives.divergence:JSD", beta=0.1) == JSD(beta=0.1)
 
@@ -88,3 +84,29 @@ def test_what_is_wrong_with_the_section_is_said_with_its_key(section: dict[str, 
     with pytest.raises(ConfigError) as caught:
         build(**section)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "at"),
+    [
+        ({"name": "reverse_kl", "support": "teacher_topk", "k": True}, "objective.k"),
+        ({"name": "reverse_kl", "support": "teacher_topk", "k": "4"}, "objective.k"),
+        ({"name": "reverse_kl", "support": "teacher_topk", "k": 4.0}, "objective.k"),
+        ({"name": "jsd", "beta": True}, "objective.beta"),
+        ({"name": "jsd", "scaled": 1}, "objective.scaled"),
+        ({"name": "policy_gradient", "advantage_clip": "5"}, "objective.advantage_clip"),
+    ],
+)
+def test_numbers_and_truth_values_are_what_they_are_written_as(options: dict[str, Any], at: str) -> None:
+    with pytest.raises(ConfigError, match=at):
+        build_objective(ObjectiveConfig.model_validate(options))
+
+
+def test_a_whole_number_stands_for_a_number() -> None:
+    assert build_objective(ObjectiveConfig.model_validate({"name": "jsd", "beta": 1})) == JSD(beta=1)
+
+
+@pytest.mark.parametrize("options", [{"name": "skew_kl", "alpha": 0.9999999999}, {"name": "jsd", "beta": 1e-9}])
+def test_a_share_that_float32_cannot_tell_from_the_end_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="objective"):
+        build_objective(ObjectiveConfig.model_validate(options))

@@ -53,10 +53,14 @@ def test_a_resume_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"teachers": {"math": {"model": "experts/other"}}}, "teachers is"),
-        ({"objective": {"name": "forward_kl"}}, "objective is"),
+        ({"teachers": {"math": {"model": "experts/other"}}}, "teachers.math is 'experts/other'"),
+        ({"objective": {"name": "forward_kl"}}, "objective.name is 'forward_kl'"),
         ({"trainer": {"batch_size": 3}}, "trainer.batch_size is 3"),
         ({"student": {"model": "other"}}, "student.model is"),
+        ({"student": {"model": "base", "ema_decay": 0.5}}, "student.ema_decay is 0.5"),
+        ({"student": {"model": "base", "lora": {"r": 4}}}, "student.lora is"),
+        ({"student": {"model": "base", "dtype": "bfloat16"}}, "student.dtype is 'bfloat16'"),
+        ({"student": {"model": "base", "optimizer": "adamw_8bit"}}, "student.optimizer is 'adamw_8bit'"),
         ({"trainer": {"steps": 4}}, "already trained 4 of 4"),
     ],
 )
@@ -126,7 +130,7 @@ def test_what_a_try_without_a_checkpoint_left_is_foreseen_to_move(tmp_path: Path
     ("resume", "changes", "says"),
     [
         ("{0}/nowhere", {}, "there is no run folder"),
-        ("{0}", {"teachers": {"math": {"model": "experts/other"}}}, "teachers is"),
+        ("{0}", {"teachers": {"math": {"model": "experts/other"}}}, "teachers.math is"),
         ("{0}", {"trainer": {"steps": 4}}, "already trained 4 of 4"),
         ("auto", {"run": {"name": "r", "dir": "{0}"}, "trainer": {"steps": 2}}, "already trained 4 of 2"),
         (None, {"run": {"name": "r", "dir": "{0}"}}, "already holds a run"),

@@ -279,3 +279,30 @@ def test_ids_that_are_no_whole_numbers_are_refused(model: Path) -> None:
     samples = (batch.samples[0], dataclasses.replace(batch.samples[1], scores=(broken,)), *batch.samples[2:])
     with pytest.raises(TeacherError, match="sample v0-s1, teacher math: topk_ids holds float32"):
         start(model).step(Batch(0, samples), objective)
+
+
+@pytest.mark.parametrize("mixture", ["weighted", "arithmetic"])
+def test_a_domain_of_weight_0_is_left_out(model: Path, mixture: str) -> None:
+    batch = changed(make_batch(FULL, count=6, teachers=({"math": 1.0, "code": 0.5},)), domain=lambda item: "kept")
+    more = changed(make_batch(FULL, count=4, seed=9), domain=lambda item: "left", id=lambda item: f"x{item.sample.id}")
+    rules = {"mixture": mixture, "reduction": "domain_balanced", "domain_weights": {"kept": 1.0, "left": 0.0}}
+    both = Batch(batch.version, (*batch.samples, *more.samples))
+    result = learn(model, both, ReverseKL(), rules)
+    assert result.loss == pytest.approx(learn(model, batch, ReverseKL(), {"mixture": mixture}).loss, rel=1e-5)
+    assert result.tokens == batch.response_tokens
+
+
+def test_on_answers_of_a_teacher_sampled_tokens_tell_its_kl_to_the_student(model: Path) -> None:
+    batch = make_batch(SAMPLED, count=4)
+    gaps = [item.scores[0].logprobs - score(model, item) for item in batch.samples]
+    told = start(model).evaluate(batch, PolicyGradient())
+    assert told == {"math": pytest.approx(np.concatenate(gaps).mean(), rel=1e-4)}
+
+
+def score(model: Path, item: ScoredSample) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """The student's log p of the response tokens."""
+    ids = torch.from_numpy(np.concatenate([item.sample.prompt_ids, item.sample.response_ids]).astype(np.int64))
+    with torch.no_grad():
+        logits_TV = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(ids[None]).logits[0, :, :VOCAB]
+    start_at = len(item.sample.prompt_ids)
+    return logits_TV.log_softmax(-1)[start_at - 1 : -1].gather(-1, ids[start_at:, None])[:, 0].numpy()
