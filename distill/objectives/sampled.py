@@ -74,13 +74,13 @@ def require_advantage(advantage_N: Tensor, rows: TokenRows, current_N: Tensor, l
         raise TeacherError(
             f"{where}: the teacher gives probability 0 to the sampled token",
             why="its advantage is minus infinity, and is not clamped unless asked for",
-            fix="set objective.advantage_clip (5.0 is the default), or use an objective that is finite there, like jsd",
+            fix="use policy_gradient with objective.advantage_clip (5.0 is its default), or jsd, which is finite there",
             **where.blame,
         )
     raise TeacherError(
         f"{where}: the advantage of the sampled token overflows to {float(advantage_N[row])}",
         why=f"log p is {float(current_N[row]):g} and log q {float(log_q_N[row]):g}, too far apart for the estimator",
-        fix="set objective.advantage_clip, or use objective.estimator=k1",
+        fix="use policy_gradient with objective.advantage_clip and objective.estimator=k1",
         **where.blame,
     )
 

@@ -114,17 +114,24 @@ def require_known_logits(model: PreTrainedModel, head: ReplacedHead, vocab_size:
     was_training = model.training
     model.eval()
     try:
-        own_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float()
+        own_TV = model(input_ids=ids_1T, use_cache=False).logits[0, :, :vocab_size].float()
         with head.doing(torch.arange(CHECK_TOKENS, device=device), logits):
             ours: Any = model(input_ids=ids_1T, use_cache=False)
+        ours = ours[:, :vocab_size]
     finally:
         model.train(was_training)
+    if not bool(own_TV.isfinite().all()):
+        raise ConfigError(
+            f"student.model: the logits of {type(model).__name__} hold NaN or infinity before the first step",
+            why="its weights do, or overflow: nothing can be learnt from there",
+            fix="check the weights of student.model; float16 weights of some models overflow",
+        )
     difference = float((own_TV - ours).abs().max() / own_TV.abs().max().clamp_min(torch.finfo(torch.float32).tiny))
     if not difference <= (CHECK_RTOL if model.dtype == torch.float32 else CHECK_RTOL_LOW):
         raise ConfigError(
             f"student.model: {type(model).__name__} does something to its logits that is not known here: "
             f"they differ by {difference:.2g} of the largest",
             why="the loss is computed in chunks from hidden states and head, which must give the model's own logits",
-            fix="check the weights for NaN; else use a model whose config.json names its scale or cap of logits "
+            fix="use a model whose config.json names its scale or cap of logits "
             "final_logit_softcapping, logit_scale, logits_scaling or lm_head_multiplier",
         )

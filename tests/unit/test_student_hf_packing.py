@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -185,4 +186,14 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused(tmp_path: 
 
     model.forward = twice
     with pytest.raises(ConfigError, match="Qwen2ForCausalLM does something to its logits that is not known here"):
+        require_known_logits(model, ReplacedHead(model), VOCAB)
+
+
+@pytest.mark.parametrize(("row", "refused"), [(3, True), (VOCAB, False)], ids=["a token's row", "a padded row"])
+def test_weights_that_are_no_numbers_are_refused_where_they_count(row: int, refused: bool) -> None:
+    model: Any = Qwen2ForCausalLM(Qwen2Config(**SIZES))
+    with torch.no_grad():
+        model.get_output_embeddings().weight[row] = torch.nan
+    refusal = pytest.raises(ConfigError, match="logits of Qwen2ForCausalLM hold NaN") if refused else nullcontext()
+    with refusal:
         require_known_logits(model, ReplacedHead(model), VOCAB)
