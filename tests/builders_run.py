@@ -141,7 +141,7 @@ def kill(process: psutil.Process) -> None:
     process.send_signal(signal.SIGKILL)
 
 
-DEADLINE_S = 250.0
+DEADLINE_S = 150.0
 """For a whole tiny run. It takes 20 seconds; two busy cores with other tests on them make that many times more."""
 
 

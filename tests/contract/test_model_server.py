@@ -367,8 +367,11 @@ async def test_pausing_with_abort_ends_what_runs(client: ServerClient) -> None:
         await client.resume()  # what arrived during the pause is not aborted, it waits
         answers = await waiting
         if any(answer.finish_reason == "abort" for answer in answers):
-            return
-    pytest.fail("no request was aborted")
+            break
+    assert {answer.finish_reason for answer in answers} <= {"abort", "length"}
+    aborted = [answer for answer in answers if answer.finish_reason == "abort"]
+    assert aborted, "no request was aborted"
+    assert all(len(answer.output_ids) < 100 for answer in aborted)
 
 
 @pytest.mark.faults

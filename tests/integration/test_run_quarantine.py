@@ -10,11 +10,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from distill.teacher_manager.gate import canary_ids
-from tests.builders_run import Run, write_run
+from tests.builders_run import DEADLINE_S, Run, write_run
 from tests.builders_student import VOCAB
 
 pytestmark = pytest.mark.timeout(280)
-DEADLINE_S = 250.0
 LETTER = "u"
 TOKEN = VOCAB - 1
 """The letter's id; the tiny tokenizer has one id a letter, in their order."""
