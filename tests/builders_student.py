@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,12 +13,21 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from distill.config.models import StudentConfig
 from distill.types import Batch, Sample, ScoredSample, Signal, SignalSpec, TeacherScores
+from students.hf.backend import HFStudent
 from tests.builders_objectives import log_outside
 
 VOCAB = 24
 """Tokens of the tokenizer: the common vocabulary."""
 HEAD_ROWS = 32
 """Rows of the models' heads; those past VOCAB are padding."""
+
+
+def start_student(model: Path, **changes: Any) -> HFStudent:
+    return HFStudent(student_config(model, **changes), seed=0, total_steps=20, vocab_size=VOCAB)
+
+
+def weights_of(student: HFStudent) -> dict[str, bytes]:
+    return {name: data.tobytes() for name, _, _, data in student.weights()}
 
 
 def write_student(

@@ -15,7 +15,15 @@ from distill.objectives import advantages
 from distill.objectives.correction import Sampled, SequenceCorrection
 from distill.objectives.corrections import DEFAULT, Importance
 from distill.objectives.rows import TokenRows, refuse_ignored, require_finite, require_teacher
-from distill.objectives.sampled import ESTIMATORS, k1, require_advantage, sampler_logp, token_logp, weight_metrics
+from distill.objectives.sampled import (
+    ESTIMATORS,
+    check_clip,
+    k1,
+    require_advantage,
+    sampler_logp,
+    token_logp,
+    weight_metrics,
+)
 from distill.protocols import Contract
 from distill.registry import did_you_mean
 from distill.types import Signal, SignalSpec
@@ -61,12 +69,7 @@ class PolicyGradient:
                 "same for all of them, and its expected gradient is zero",
                 fix=did_you_mean(self.estimator, ESTIMATORS) + "; to learn from a divergence, use it as the objective",
             )
-        if self.advantage_clip is not None and not self.advantage_clip > 0:
-            raise ConfigError(
-                f"objective.advantage_clip: must be above 0, got {self.advantage_clip}",
-                why="an advantage clipped to 0 optimises nothing",
-                fix="objective.advantage_clip=null turns clipping off",
-            )
+        check_clip(self.advantage_clip)
         for name, most in (("power", 1.0), ("discount", 1.0), ("iw_gain", float("inf"))):
             value = getattr(self, name)
             if not 0 <= value <= most or value == float("inf"):

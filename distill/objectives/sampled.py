@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from distill.errors import StudentError, TeacherError
+from distill.errors import ConfigError, StudentError, TeacherError
 from distill.objectives.fused import compute_dtype, logp_at
 from distill.objectives.rows import LOGP_SLACK, TokenRows, first
 
@@ -52,6 +52,16 @@ def sampler_logp(rows: TokenRows) -> Tensor:
             **place.blame,
         )
     return behaviour_N
+
+
+def check_clip(advantage_clip: float | None) -> None:
+    """Raises ConfigError for a clip that leaves no advantage."""
+    if advantage_clip is not None and not advantage_clip > 0:
+        raise ConfigError(
+            f"objective.advantage_clip: must be above 0, got {advantage_clip}",
+            why="an advantage clipped to 0 optimises nothing",
+            fix="objective.advantage_clip=null turns clipping off",
+        )
 
 
 def require_advantage(advantage_N: Tensor, rows: TokenRows, current_N: Tensor, log_q_N: Tensor) -> None:

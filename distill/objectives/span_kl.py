@@ -12,12 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distill.errors import ConfigError
 from distill.objectives import advantages
 from distill.objectives.alignment import NONE
 from distill.objectives.corrections import DEFAULT, WeightOnly
 from distill.objectives.rows import TokenRows, refuse_ignored, require_finite, require_teacher
-from distill.objectives.sampled import require_advantage, sampler_logp, token_logp, weight_metrics
+from distill.objectives.sampled import check_clip, require_advantage, sampler_logp, token_logp, weight_metrics
 from distill.protocols import Contract
 from distill.types import Signal, SignalSpec
 
@@ -42,11 +41,7 @@ class SpanKL:
     def __post_init__(self) -> None:
         if self.form == "k2":
             refuse_ignored(self, ("advantage_clip",), "with form=k2")
-        if self.advantage_clip is not None and not self.advantage_clip > 0:
-            raise ConfigError(
-                f"objective.advantage_clip: must be above 0, got {self.advantage_clip}",
-                why="an advantage clipped to 0 optimises nothing",
-            )
+        check_clip(self.advantage_clip)
 
     @property
     def spec(self) -> SignalSpec:

@@ -27,7 +27,8 @@ from students.hf.backend import HFStudent
 from students.hf.batching import Lesson, split
 from students.hf.optim import lr_at
 from students.worker import StudentWorker
-from tests.builders_student import VOCAB, make_batch, planted_scores, student_config, write_student
+from tests.builders_student import VOCAB, make_batch, planted_scores, student_config, weights_of, write_student
+from tests.builders_student import start_student as start
 
 FULL = ReverseKL().spec
 SAMPLED = PolicyGradient().spec
@@ -36,14 +37,6 @@ SAMPLED = PolicyGradient().spec
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return write_student(tmp_path / "model")
-
-
-def start(model: Path, **changes: Any) -> HFStudent:
-    return HFStudent(student_config(model, **changes), seed=0, total_steps=20, vocab_size=VOCAB)
-
-
-def weights_of(student: HFStudent) -> dict[str, bytes]:
-    return {name: data.tobytes() for name, _, _, data in student.weights()}
 
 
 def replace_scores(batch: Batch, index: int, **changes: Any) -> Batch:

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from distill.errors import ConfigError, EnvironmentFault
 from distill.objectives.divergence import JSD
 from students.hf.backend import HFStudent
-from tests.builders_student import VOCAB, make_batch, student_config, write_student
+from tests.builders_student import make_batch, weights_of, write_student
+from tests.builders_student import start_student as start
 
 FULL = JSD().spec
 
@@ -21,14 +22,6 @@ FULL = JSD().spec
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return write_student(tmp_path / "model")
-
-
-def start(model: Path, **changes: Any) -> HFStudent:
-    return HFStudent(student_config(model, **changes), seed=0, total_steps=20, vocab_size=VOCAB)
-
-
-def weights_of(student: HFStudent) -> dict[str, bytes]:
-    return {name: data.tobytes() for name, _, _, data in student.weights()}
 
 
 def trained(model: Path, steps: int = 2) -> HFStudent:
