@@ -14,6 +14,7 @@ from distill.registry import load
 
 VOCAB = 61
 CONTEXT = 128
+EOS = 2
 
 
 def save_tiny_llama(folder: Path, seed: int) -> Path:
@@ -30,7 +31,7 @@ def save_tiny_llama(folder: Path, seed: int) -> Path:
         initializer_range=0.15,
         tie_word_embeddings=False,
         bos_token_id=1,
-        eos_token_id=2,
+        eos_token_id=EOS,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder

@@ -22,6 +22,7 @@ from distill.serving.client import ServerClient
 from distill.types import GenerateRequest, ScoreRequest, Signal, SignalSpec, Support
 from tests.builders_serving import (
     CONTEXT,
+    EOS,
     VOCAB,
     launcher,
     reference_greedy,
@@ -337,14 +338,16 @@ async def test_a_paused_server_keeps_its_requests_and_goes_on_with_them(client: 
     assert answer.finish_reason in ("length", "stop") and len(answer.output_ids) > 0
 
 
+def _prompt_without_end(model: Path) -> np.ndarray:
+    """A prompt whose greedy answer is still going at 100 tokens: only an abort can cut it shorter."""
+    prompts = (np.array([first], np.int32) for first in range(3, VOCAB))
+    return next(ids for ids in prompts if EOS not in reference_greedy(model, ids, 100))
+
+
 async def test_an_aborted_request_answers_with_what_it_has_and_the_others_go_on(
     served: Served, client: ServerClient
 ) -> None:
-    prompt = next(
-        ids
-        for ids in (np.array([first], np.int32) for first in range(3, VOCAB))
-        if 2 not in reference_greedy(served.model, ids, 100)
-    )
+    prompt = _prompt_without_end(served.model)
     requests = [GenerateRequest(f"long{i}", prompt, 100, temperature=0.0) for i in range(8)]
     for delay in (0.02, 0.05, 0.1, 0.2, 0.4, 0.8):  # it has to be running when the abort arrives
         waiting = asyncio.create_task(client.generate(requests))
@@ -358,8 +361,9 @@ async def test_an_aborted_request_answers_with_what_it_has_and_the_others_go_on(
     assert [len(answer.output_ids) for answer in answers if answer.id != "long3"] == [100] * 7
 
 
-async def test_pausing_with_abort_ends_what_runs(client: ServerClient) -> None:
-    requests = [GenerateRequest(f"g{i}", np.array([5], np.int32), 100, seed=i) for i in range(32)]
+async def test_pausing_with_abort_ends_what_runs(served: Served, client: ServerClient) -> None:
+    prompt = _prompt_without_end(served.model)
+    requests = [GenerateRequest(f"g{i}", prompt, 100, temperature=0.0) for i in range(32)]
     for delay in (0.02, 0.05, 0.1, 0.2, 0.4, 0.8):
         waiting = asyncio.create_task(client.generate(requests))
         await asyncio.sleep(delay)
