@@ -267,6 +267,13 @@ class OutcomeConfig(_Section):
     use_std: bool = Field(default=True, description="divide by the standard deviation of the group or batch (GRPO)")
     ddof: Literal[0, 1] = Field(default=1, description="1: the sample's standard deviation; 0: the population's")
     eps: float = Field(default=1e-6, gt=0, le=1, description="added to the standard deviation")
+    gae_lambda: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="lambda of generalised advantage estimation over the tokens that the student wrote, tools' answers "
+        "stepped over: the token k before the trajectory's last one has lambda^k of the advantage",
+    )
 
 
 class ObjectiveConfig(_Section):

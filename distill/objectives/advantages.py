@@ -1,7 +1,7 @@
-"""Sums along a sample: returns of token advantages, weights by position, and GAE over trajectories with observations.
+"""Sums along a sample: returns of token advantages, and weights by position.
 
 The arithmetic is numpy's, in float64; `along_samples` is the way in for tensors. Legend: N tokens of whole samples, one
-after the other; `sample_N` says which sample a token belongs to, rising; T tokens of one trajectory.
+after the other; `sample_N` says which sample a token belongs to, rising.
 """
 
 from __future__ import annotations
@@ -75,29 +75,3 @@ def front_loading(values_N: Floats, gain: float, sample_N: Ints) -> Floats:
     total_N = np.repeat(np.add.reduceat(size_N, starts), counts)
     spent_N = np.divide(before_N, total_N, out=np.zeros_like(before_N), where=total_N > 0)
     return 1.0 + gain * (1.0 - spent_N)
-
-
-def skip_observation_gae(
-    rewards_T: Floats,
-    values_T: Floats,
-    loss_mask_T: NDArray[np.int8],
-    *,
-    discount: float,
-    trace: float,
-    bootstrap: float,
-) -> tuple[Floats, Floats]:
-    """Generalised advantages and returns over a trajectory whose observations (mask 0) are stepped over.
-
-    delta_t = r_t + discount * V(next action token) - V_t and A_t = delta_t + discount * trace * A(next action token),
-    where the token after the last action is worth `bootstrap`. Returns are A + V; both are 0 at observations, whose
-    values and rewards are never read. For a training loop with a value model. Source: SAO, arXiv 2607.07508; GAE,
-    arXiv 1506.02438.
-    """
-    advantage_T, return_T = np.zeros(len(values_T)), np.zeros(len(values_T))
-    next_value, next_advantage = bootstrap, 0.0
-    for t in np.flatnonzero(loss_mask_T)[::-1]:
-        delta = rewards_T[t] + discount * next_value - values_T[t]
-        next_advantage = delta + discount * trace * next_advantage
-        next_value = values_T[t]
-        advantage_T[t], return_T[t] = next_advantage, next_advantage + values_T[t]
-    return advantage_T, return_T

@@ -1,4 +1,5 @@
-"""From the rewards of a batch to one advantage a sample. Without torch. Legend: S samples."""
+"""From the rewards of a batch to the advantages of its tokens. Without torch. Legend: S samples, T tokens of one
+trajectory."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ from distill.types import Sample
 Floats = NDArray[np.float64]
 
 
-def outcome_advantages(samples: Sequence[Sample], outcome: OutcomeConfig) -> Floats:
-    """(S,) what `TokenRows.outcome_N` holds for the samples of a whole batch.
+def outcome_advantages(samples: Sequence[Sample], outcome: OutcomeConfig) -> list[Floats]:
+    """For each sample of a whole batch what `TokenRows.outcome_N` holds for its trained tokens.
 
     A group is the samples of one prompt, or with baseline=batch all of them. Samples with the same trajectory name are
-    segments of one answer to the prompt of the earliest: they count once in their group, and all get its advantage.
+    segments of one answer to the prompt of the earliest: they count once in their group, and all get its advantage,
+    with gae_lambda < 1 less of it the further a token stands from the trajectory's end.
     It is divided by the sum of the sample's teacher weights, by which the losses of its teachers, added up or mixed,
     are multiplied: the outcome counts once, however many teachers score the sample.
 
@@ -26,14 +28,38 @@ def outcome_advantages(samples: Sequence[Sample], outcome: OutcomeConfig) -> Flo
     trajectory have different rewards.
     """
     rewards_S = np.asarray([_reward(sample) for sample in samples], np.float64)
-    advantages_S = _advantages(samples, rewards_S, outcome)
-    weights_S = np.asarray([sum(sample.teachers.values()) for sample in samples], np.float64)
-    # a sample that no teacher weighs has no rows
-    return np.divide(advantages_S, weights_S, out=np.zeros_like(advantages_S), where=weights_S > 0)
-
-
-def _advantages(samples: Sequence[Sample], rewards_S: Floats, outcome: OutcomeConfig) -> Floats:
     heads = _heads(samples, rewards_S)
+    advantages_S = _advantages(samples, rewards_S, heads, outcome)
+    return [
+        # a sample that no teacher weighs has no rows
+        traced / (sum(sample.teachers.values()) or 1.0)
+        for sample, traced in zip(samples, _traced(samples, advantages_S, heads, outcome.gae_lambda), strict=True)
+    ]
+
+
+def _traced(samples: Sequence[Sample], advantages_S: Floats, heads: Sequence[int], trace: float) -> list[Floats]:
+    """The advantage of each sample at each of its trained tokens."""
+    if trace == 1.0:
+        return [np.full(sample.loss_tokens, value) for sample, value in zip(samples, advantages_S, strict=True)]
+    traced = [np.empty(0)] * len(samples)
+    for head in set(heads):
+        segments = sorted((s for s, its in enumerate(heads) if its == head), key=lambda s: samples[s].ordinal)
+        masks = [_trained(samples[s]) for s in segments]
+        mask_T = np.concatenate(masks)
+        # the baseline is taken off the reward already; as the value of every token it would cancel between two of them
+        rewards_T = np.zeros(len(mask_T))
+        rewards_T[np.flatnonzero(mask_T)[-1:]] = advantages_S[head]
+        of_token_T, _ = skip_observation_gae(
+            rewards_T, np.zeros_like(rewards_T), mask_T, discount=1.0, trace=trace, bootstrap=0.0
+        )
+        ends = np.cumsum([len(mask) for mask in masks])[:-1]
+        for s, values, mask in zip(segments, np.split(of_token_T, ends), masks, strict=True):
+            traced[s] = values[mask == 1]
+    return traced
+
+
+def _advantages(samples: Sequence[Sample], rewards_S: Floats, heads: Sequence[int], outcome: OutcomeConfig) -> Floats:
+    """(S,) one for each sample."""
     if outcome.baseline == "none":
         return rewards_S
     answers = sorted(set(heads))
@@ -41,6 +67,11 @@ def _advantages(samples: Sequence[Sample], rewards_S: Floats, outcome: OutcomeCo
     relative = group_advantage(rewards_S[answers], groups, ddof=outcome.ddof, eps=outcome.eps, use_std=outcome.use_std)
     of_answer = dict(zip(answers, relative, strict=True))
     return np.asarray([of_answer[head] for head in heads], np.float64)
+
+
+def _trained(sample: Sample) -> NDArray[np.int8]:
+    """1 for each response token that the student wrote."""
+    return np.ones(len(sample.response_ids), np.int8) if sample.loss_mask is None else sample.loss_mask
 
 
 def _prompt(sample: Sample) -> Hashable:
@@ -92,3 +123,28 @@ def group_advantage(
         centred = group_rewards - group_rewards.mean()
         advantages_S[indices] = centred / (group_rewards.std(ddof=ddof) + eps) if use_std else centred
     return advantages_S
+
+
+def skip_observation_gae(
+    rewards_T: Floats,
+    values_T: Floats,
+    loss_mask_T: NDArray[np.int8],
+    *,
+    discount: float,
+    trace: float,
+    bootstrap: float,
+) -> tuple[Floats, Floats]:
+    """Generalised advantages and returns over a trajectory whose observations (mask 0) are stepped over.
+
+    delta_t = r_t + discount * V(next action token) - V_t and A_t = delta_t + discount * trace * A(next action token),
+    where the token after the last action is worth `bootstrap`. Returns are A + V; both are 0 at observations, whose
+    values and rewards are never read. Source: SAO, arXiv 2607.07508; GAE, arXiv 1506.02438.
+    """
+    advantage_T, return_T = np.zeros(len(values_T)), np.zeros(len(values_T))
+    next_value, next_advantage = bootstrap, 0.0
+    for t in np.flatnonzero(loss_mask_T)[::-1]:
+        delta = rewards_T[t] + discount * next_value - values_T[t]
+        next_advantage = delta + discount * trace * next_advantage
+        next_value = values_T[t]
+        advantage_T[t], return_T[t] = next_advantage, next_advantage + values_T[t]
+    return advantage_T, return_T

@@ -31,8 +31,8 @@ class Lesson:
     item: ScoredSample
     weight: float
     """Factor of each of its trained tokens in the loss."""
-    outcome: float | None = None
-    """Advantage of its outcome, where rewards are mixed in."""
+    outcome: NDArray[np.float64] | None = None
+    """Advantage of its outcome at each trained token, where rewards are mixed in."""
 
     @property
     def length(self) -> int:
@@ -139,9 +139,9 @@ class MicroBatch:
             signal["log_tail_N"] = self._scores(shares, "log_tail", np.float32)
         if any(share.scores.spans is not None for share in shares):
             signal["span_N"] = self._scores(shares, "spans", np.int64)
-        outcomes = [share.lesson.outcome for share in shares]
-        if all(outcome is not None for outcome in outcomes):
-            signal["outcome_N"] = self._repeated(np.asarray(outcomes, np.float32), counts)
+        outcomes = [share.lesson.outcome for share in shares if share.lesson.outcome is not None]
+        if outcomes:
+            signal["outcome_N"] = joined(outcomes, np.float32, self.device)
         rows = TokenRows(
             student_logits_NV=torch.empty((sum(counts), 0), dtype=dtype, device=self.device),
             tokens_N=self.tokens_N[index_n.to(self.device)],

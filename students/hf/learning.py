@@ -38,12 +38,10 @@ def lessons_of(batch: Batch, rules: ObjectiveConfig) -> dict[str, Lesson]:
         trajectories=[sample.trajectory for sample in samples],
         domain_weights=rules.domain_weights,
     ).tolist()
-    outcomes_S: list[float | None] = [None] * len(samples)
-    if rules.outcome is not None:
-        outcomes_S = outcome_advantages(samples, rules.outcome).tolist()
+    outcomes = [None] * len(samples) if rules.outcome is None else outcome_advantages(samples, rules.outcome)
     return {
         item.sample.id: Lesson(item, weight, outcome)
-        for item, weight, outcome in zip(batch.samples, weights_S, outcomes_S, strict=True)
+        for item, weight, outcome in zip(batch.samples, weights_S, outcomes, strict=True)
         if item.sample.loss_tokens and weight
     }
 

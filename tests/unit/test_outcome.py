@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from distill.config.models import ObjectiveConfig, OutcomeConfig
 from distill.errors import ConfigError, StudentError
 from distill.objectives import build_objective
-from distill.objectives.advantages import skip_observation_gae
 from distill.objectives.divergence import ReverseKL
-from distill.objectives.outcome import group_advantage, outcome_advantages
+from distill.objectives.outcome import group_advantage, outcome_advantages, skip_observation_gae
 from distill.objectives.rows import TokenRows
 from distill.protocols import Objective, SequenceObjective
 from distill.types import Sample
@@ -33,7 +32,11 @@ def rewarded(ordinal: int, reward: float | None, *, prompt: int = 0, **changes: 
 
 
 def advantages(samples: list[Sample], **outcome: Any) -> list[float]:
-    return outcome_advantages(samples, OutcomeConfig(**outcome)).tolist()
+    """The one advantage that all tokens of a sample have."""
+    of_tokens = outcome_advantages(samples, OutcomeConfig(**outcome))
+    assert [len(values) for values in of_tokens] == [sample.loss_tokens for sample in samples]
+    assert all((values == values[0]).all() for values in of_tokens)
+    return [float(values[0]) for values in of_tokens]
 
 
 def test_a_reward_is_compared_with_those_of_its_prompt() -> None:
@@ -168,3 +171,23 @@ def test_gae_never_reads_what_the_student_did_not_write() -> None:
     advantage, returns = skip_observation_gae(rewards, values, mask, discount=1.0, trace=0.5, bootstrap=0.0)
     assert advantage.tolist() == pytest.approx([-0.25 + 0.5 * 0.75, 0.0, 0.75, 0.0])
     assert returns.tolist() == pytest.approx([0.625, 0.0, 1.0, 0.0])
+
+
+def test_with_a_lambda_tokens_far_from_the_end_of_the_trajectory_get_less_and_observations_cost_nothing() -> None:
+    def segment(ordinal: int, reward: float, mask: list[int], **changes: Any) -> Sample:
+        tokens = np.arange(len(mask), dtype=np.int32)
+        return rewarded(ordinal, reward, response_ids=tokens, loss_mask=np.asarray(mask, np.int8), **changes)
+
+    batch = [
+        segment(5, 1.0, [1, 1, 0], trajectory="t", prompt=9),
+        segment(2, 1.0, [1, 0, 0, 1], trajectory="t", teachers={"a": 1.0, "b": 1.0}),
+        segment(3, 0.0, [1, 1]),
+        segment(4, 0.5, [1]),
+    ]
+    last, first, wrong, middle = outcome_advantages(batch, OutcomeConfig(use_std=False, gae_lambda=0.5))
+    assert last.tolist() == pytest.approx([0.25, 0.5])
+    assert first.tolist() == pytest.approx([0.5 * 0.0625, 0.5 * 0.125])  # two teachers: half each
+    assert wrong.tolist() == pytest.approx([-0.25, -0.5])
+    assert middle.tolist() == [0.0]
+    only_the_last = outcome_advantages(batch, OutcomeConfig(use_std=False, gae_lambda=0.0))
+    assert [values.tolist() for values in only_the_last] == [[0.0, 0.5], [0.0, 0.0], [0.0, -0.5], [0.0]]

@@ -29,6 +29,7 @@ SECTIONS: list[dict[str, Any]] = [
     {"name": "sampled_kl", "estimator": "k3", "reduction": "seq_mean"},
     {"name": "policy_gradient", "discount": 0.9, "return_normalisation": "length", "reduction": "segment_mean"},
     {"name": "policy_gradient", "iw_gain": 0.5, "outcome": {"weight": 0.5}, "reduction": "domain_balanced"},
+    {"name": "policy_gradient", "outcome": {"gae_lambda": 0.75}, "reduction": "segment_token"},
     {"name": "policy_gradient", "importance": "seq_geo_trunc", "reduction": "segment_token"},
     {"name": "span_kl", "outcome": {"mix": "loss", "baseline": "batch"}},
 ]
@@ -67,7 +68,9 @@ def expected(model: Any, batch: Batch, config: ObjectiveConfig, objective: Any) 
         domains=[sample.domain for sample in samples],
         trajectories=[sample.trajectory for sample in samples],
     )
-    outcomes = np.zeros(len(samples)) if config.outcome is None else outcome_advantages(samples, config.outcome)
+    outcomes = [np.zeros(sample.loss_tokens) for sample in samples]
+    if config.outcome is not None:
+        outcomes = outcome_advantages(samples, config.outcome)
     total = torch.zeros(())
     for item, weight, outcome in zip(batch.samples, weights, outcomes, strict=True):
         for scores, teacher_weight in zip(item.scores, item.sample.teachers.values(), strict=True):
@@ -76,7 +79,7 @@ def expected(model: Any, batch: Batch, config: ObjectiveConfig, objective: Any) 
     return total
 
 
-def rows_of(model: Any, item: ScoredSample, scores: TeacherScores, outcome: float) -> tuple[TokenRows, Tensor]:
+def rows_of(model: Any, item: ScoredSample, scores: TeacherScores, outcome: np.ndarray) -> tuple[TokenRows, Tensor]:
     sample = item.sample
     ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids]).astype(np.int64))
     trained = np.flatnonzero(np.ones(len(sample.response_ids)) if sample.loss_mask is None else sample.loss_mask)
@@ -88,7 +91,7 @@ def rows_of(model: Any, item: ScoredSample, scores: TeacherScores, outcome: floa
         behaviour_logp_N=torch.from_numpy(sample.logprobs[trained]),
         teacher_logp_N=torch.from_numpy(scores.logprobs[trained]),
         sample_N=torch.zeros(len(trained), dtype=torch.int64),
-        outcome_N=torch.full((len(trained),), outcome),
+        outcome_N=torch.from_numpy(outcome.astype(np.float32)),
     )
     return rows, logits_NV.detach().log_softmax(-1).gather(-1, tokens_N[:, None])[:, 0]
 

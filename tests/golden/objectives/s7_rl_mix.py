@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from distill.config.models import OutcomeConfig
-from distill.objectives.advantages import discounted_future, skip_observation_gae
+from distill.objectives.advantages import discounted_future
 from distill.objectives.corrections import IcePop, NoCorrection
-from distill.objectives.outcome import group_advantage
+from distill.objectives.outcome import group_advantage, skip_observation_gae
 from distill.objectives.outcome_mix import AdvantageMix, LossMix, require_outcome, with_outcome
 from distill.objectives.policy_gradient import PolicyGradient
 from distill.objectives.reductions import row_weights
