@@ -3,6 +3,7 @@
     python -m benchmarks.head_loss memory     peak memory above the inputs and their gradients
     python -m benchmarks.head_loss speed      time beside the plain computation, by chunk size
     python -m benchmarks.head_loss scaling    time by tokens and by vocabulary, with a plot
+    python -m benchmarks.head_loss kernel     on CUDA: time and memory by cut-cross-entropy's kernel, beside the chunks
 
 Every case runs in a fresh process. The plain computation is what one would write without this library: logits,
 log-softmax, divergence, `backward()`. Inputs are random; a teacher's logits are float16. On a machine that does other
@@ -30,6 +31,8 @@ OBJECTIVES = {
     "sampled": "policy gradient, sampled token",
 }
 TOP_K = 64
+KERNEL = -1
+"""In the place of a chunk's rows: log p of the sampled tokens by cut-cross-entropy's kernel."""
 MODULE = "benchmarks.head_loss"
 
 
@@ -40,11 +43,12 @@ class Case:
     vocab: int
     hidden: int
     chunk: int
-    """Rows of a chunk; 0 is the plain computation."""
+    """Rows of a chunk; 0 is the plain computation, `KERNEL` the kernel."""
     repeats: int
     dtype: str
     clock: str
     """wall, or cpu: the time that the process had a core."""
+    device: str = "cpu"
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -52,21 +56,40 @@ def measure(case: Case) -> dict[str, Any]:
     step, leaves = prepare(case)
     warm, _ = prepare(replace(case, tokens=2, vocab=max(256, 2 * TOP_K), chunk=min(case.chunk, 2)))
     warm()
-    peak = PeakMemory()
+    peak = PeakMemory() if case.device == "cpu" else DeviceMemory()
     peak.start()
-    seconds = [timed(step, case.clock)]
+    seconds = [timed(step, case)]
     bytes_above = peak.stop() - sum(leaf.grad.nbytes for leaf in leaves)
     for _ in range(case.repeats - 1):
         for leaf in leaves:
             leaf.grad = None
-        seconds.append(timed(step, case.clock))
+        seconds.append(timed(step, case))
     return {"seconds": seconds, "bytes": bytes_above}
 
 
-def timed(step: Callable[[], None], clock: str) -> float:
-    now = time.perf_counter if clock == "wall" else time.process_time
+class DeviceMemory:
+    """`PeakMemory` of what torch allocates on the CUDA device."""
+
+    def start(self) -> None:
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+        self._before = torch.cuda.memory_allocated()
+
+    def stop(self) -> int:
+        import torch
+
+        return torch.cuda.max_memory_allocated() - self._before
+
+
+def timed(step: Callable[[], None], case: Case) -> float:
+    import torch
+
+    now = time.perf_counter if case.clock == "wall" else time.process_time
     began = now()
     step()
+    if case.device != "cpu":
+        torch.cuda.synchronize()
     return now() - began
 
 
@@ -76,10 +99,10 @@ def prepare(case: Case) -> tuple[Callable[[], None], list[Any]]:
 
     torch.manual_seed(0)
     dtype = getattr(torch, case.dtype)
-    hidden_ND = torch.randn(case.tokens, case.hidden).to(dtype).requires_grad_()
-    weight_VD = (torch.randn(case.vocab, case.hidden) * case.hidden**-0.5).to(dtype).requires_grad_()
-    signal = teacher_signal(case, dtype)
-    step = chunked_step if case.chunk else plain_step
+    hidden_ND = torch.randn(case.tokens, case.hidden).to(case.device, dtype).requires_grad_()
+    weight_VD = (torch.randn(case.vocab, case.hidden) * case.hidden**-0.5).to(case.device, dtype).requires_grad_()
+    signal = {name: value.to(case.device) for name, value in teacher_signal(case, dtype).items()}
+    step = {0: plain_step, KERNEL: kernel_step}.get(case.chunk, chunked_step)
     return step(case, hidden_ND, weight_VD, signal), [hidden_ND, weight_VD]
 
 
@@ -107,11 +130,39 @@ def teacher_signal(case: Case, dtype: Any) -> dict[str, Any]:
 
 
 def chunked_step(case: Case, hidden_ND: Any, weight_VD: Any, signal: dict[str, Any]) -> Callable[[], None]:
+    from distill.objectives.head_loss import head_loss
+
+    objective, part = lesson(case, signal)
+
+    def step() -> None:
+        loss, _ = head_loss(
+            hidden_ND, weight_VD, None, [part], objective, vocab_size=case.vocab, chunk_tokens=case.chunk
+        )
+        loss.backward()
+
+    return step
+
+
+def kernel_step(case: Case, hidden_ND: Any, weight_VD: Any, signal: dict[str, Any]) -> Callable[[], None]:
+    from distill.objectives import kernels
+    from distill.objectives.head_loss import sampled_loss
+
+    objective, part = lesson(case, signal)
+
+    def step() -> None:
+        logp_N = kernels.sampled_logp(hidden_ND, weight_VD, None, signal["tokens_N"], vocab_size=case.vocab)
+        sampled_loss(logp_N, [part], objective)[0].backward()
+
+    return step
+
+
+def lesson(case: Case, signal: dict[str, Any]) -> tuple[Any, Any]:
+    """The objective, and what it is given of its teacher."""
     import torch
 
     from distill.objectives.corrections import NoCorrection
     from distill.objectives.divergence import ReverseKL
-    from distill.objectives.head_loss import TeacherHead, TeacherLogits, TeacherPart, head_loss
+    from distill.objectives.head_loss import TeacherHead, TeacherLogits, TeacherPart
     from distill.objectives.policy_gradient import PolicyGradient
     from distill.objectives.rows import TokenRows
 
@@ -126,22 +177,14 @@ def chunked_step(case: Case, hidden_ND: Any, weight_VD: Any, signal: dict[str, A
         full = TeacherHead(signal["hidden_ND"], signal["weight_VD"])
     members = {name: signal[name] for name in ("topk_ids_NK", "topk_logp_NK", "log_tail_N") if name in signal}
     rows = TokenRows(
-        student_logits_NV=torch.empty(case.tokens, 0),
+        student_logits_NV=torch.empty(case.tokens, 0, device=case.device),
         tokens_N=signal["tokens_N"],
         behaviour_logp_N=signal["teacher_logp_N"],
         teacher_logp_N=signal["teacher_logp_N"],
         **members,
     )
-    weights_N = torch.full((case.tokens,), 1.0 / case.tokens)
-    part = TeacherPart("teacher", rows, torch.arange(case.tokens), weights_N, full)
-
-    def step() -> None:
-        loss, _ = head_loss(
-            hidden_ND, weight_VD, None, [part], objective, vocab_size=case.vocab, chunk_tokens=case.chunk
-        )
-        loss.backward()
-
-    return step
+    weights_N = torch.full((case.tokens,), 1.0 / case.tokens, device=case.device)
+    return objective, TeacherPart("teacher", rows, torch.arange(case.tokens), weights_N, full)
 
 
 def plain_step(case: Case, hidden_ND: Any, weight_VD: Any, signal: dict[str, Any]) -> Callable[[], None]:
@@ -249,9 +292,23 @@ def scaling(args: argparse.Namespace) -> None:
         print(f"\nplot: {args.plot}")
 
 
+def kernel(args: argparse.Namespace) -> None:
+    rows = []
+    base = Case("sampled", args.tokens, args.vocab, args.hidden, 0, args.repeats, "bfloat16", "wall", "cuda")
+    for chunk in (*args.chunks, KERNEL):
+        found = run(replace(base, chunk=chunk), args.threads)
+        how = "cut-cross-entropy" if chunk == KERNEL else f"chunks of {chunk}"
+        rows.append([how, spread(found["seconds"][1:]), f"{found['bytes'] / MB:.0f} MB"])
+    print_table(
+        f"{OBJECTIVES['sampled']}, on CUDA; V {args.vocab}, D {args.hidden}, {args.tokens} tokens, bfloat16",
+        ["how", "time", "peak above inputs and gradients"],
+        rows,
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("memory", "speed", "scaling"), default="speed")
+    parser.add_argument("what", nargs="?", choices=("memory", "speed", "scaling", "kernel"), default="speed")
     parser.add_argument("--objectives", nargs="+", choices=OBJECTIVES, default=list(OBJECTIVES))
     parser.add_argument("--tokens", type=int, default=None, help="default: 8192 for memory, 1024 otherwise")
     parser.add_argument("--vocab", type=int, default=151_936)
@@ -275,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--repeats must be at least 2: the first is not counted")
     args.tokens = args.tokens or (8192 if args.what == "memory" else 1024)
     print(machine_line(args.threads))
-    {"memory": memory, "speed": speed, "scaling": scaling}[args.what](args)
+    {"memory": memory, "speed": speed, "scaling": scaling, "kernel": kernel}[args.what](args)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ full vocabulary, mean over the answers' tokens), float32, AdamW, clipping at 1, 
 generation: TRL's trainer is handed the answers in place of its own `_generate`. Each side runs in its own processes, in
 turns. That both report the same first loss shows that they do the same work.
 
-TRL runs the teacher inside of its step; here a teacher is scored elsewhere, before the step. So two figures are given:
+TRL runs the teacher inside of its step; here a teacher is scored elsewhere, before the step. So figures come in three:
   with teacher     from token ids to new weights on both sides. On our side the teacher's forward pass and the
                    log-softmax of its logits are done in the same process before the step, one sample at a time.
   without teacher  TRL's step less the time of the teacher's layers (the teacher's head stays in, for it is part of the
                    loss there), and our step alone.
+  own step         what a training process of each side does: TRL's step with the teacher inside, ours without.
 Memory is the peak of the resident set above what it was before the step, on both sides with both models in the process,
 and includes the teacher's log-probabilities on our side. Weights are random, in the shapes of `SHAPES`.
 """
@@ -24,11 +25,11 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import MB, PeakMemory, machine_line, median, print_table, run_case, spread
+from benchmarks.common import MB, machine_line, median, print_table, run_case, spread
 
 MODULE = "benchmarks.versus_trl"
 VOCAB = 49_152
@@ -87,160 +88,34 @@ def draw_answers(samples: int, prompt: Sequence[int], answer: Sequence[int], see
     return [(tokens(prompt), tokens(answer)) for _ in range(samples)]
 
 
-def run_ours(case: dict[str, Any]) -> dict[str, Any]:
-    import numpy as np
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from distill.config.models import StudentConfig
-    from distill.objectives.divergence import ReverseKL
-    from distill.types import Batch, Sample, ScoredSample, TeacherScores
-    from students.hf.backend import HFStudent
-
-    answers: Answers = case["answers"]
-    config = StudentConfig.model_validate(
-        {
-            "model": Path(case["student"]),
-            "lr": LR,
-            "betas": BETAS,
-            "weight_decay": WEIGHT_DECAY,
-            "max_grad_norm": MAX_GRAD_NORM,
-            "lr_schedule": "constant",
-            "warmup_steps": 0,
-            "device": "cpu",
-            # one forward pass for all samples, as on the other side
-            "micro_batch_tokens": len(answers) * max(len(prompt) + len(answer) for prompt, answer in answers),
-        }
-        | case["settings"]
-    )
-    student = HFStudent(config, seed=0, total_steps=1000, vocab_size=VOCAB)
-    teacher = AutoModelForCausalLM.from_pretrained(case["teacher"], dtype=torch.float32).eval()
-    objective = ReverseKL()
-
-    def score(index: int, prompt: list[int], answer: list[int]) -> ScoredSample:
-        with torch.no_grad():
-            ids = torch.tensor([prompt + answer])
-            hidden_TD = teacher.model(ids, use_cache=False).last_hidden_state[0, len(prompt) - 1 : -1]
-            logp_TV = teacher.lm_head(hidden_TD).log_softmax(-1)
-        sampled = logp_TV[range(len(answer)), answer].numpy()
-        sample = Sample(
-            id=f"s{index}",
-            ordinal=index,
-            domain="d",
-            teachers={"t": 1.0},
-            prompt_ids=np.asarray(prompt, np.int32),
-            response_ids=np.asarray(answer, np.int32),
-            logprobs=sampled,
-            versions=np.zeros(len(answer), np.int32),
-            finish_reason="length",
-        )
-        return ScoredSample(sample, (TeacherScores("t", sampled, full_logprobs=logp_TV.numpy()),))
-
-    def step() -> tuple[float, float]:
-        now = clock(case)
-        began = now()
-        batch = Batch(student.version, tuple(score(index, *pair) for index, pair in enumerate(answers)))
-        scored = now()
-        losses.append(student.step(batch, objective).loss)
-        return now() - began, scored - began
-
-    losses: list[float] = []
-    for _ in range(WARM_UP):
-        step()
-    peaks, times = [], []
-    for _ in range(case["steps"]):
-        peak = PeakMemory()
-        peak.start()
-        times.append(step())
-        peaks.append(peak.stop())
-    return {
-        "loss": losses[0],
-        "with": [whole for whole, _ in times],
-        "without": [whole - teacher_time for whole, teacher_time in times],
-        "peaks": peaks,
-    }
-
-
-def run_trl(case: dict[str, Any]) -> dict[str, Any]:
-    from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
-    from trl import DistillationConfig, DistillationTrainer
-
-    answers: Answers = case["answers"]
-    now = clock(case)
-    whole: list[float] = []
-    teacher: list[float] = []
-    peaks: list[int] = []
-    losses: list[float] = []
-    began = [0.0, 0.0]
-    peak = PeakMemory()
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            teacher.append(0.0)
-            peak.start()
-            began[0] = now()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            whole.append(now() - began[0])
-            peaks.append(peak.stop())
-
-        def on_log(self, _args: Any, _state: Any, _control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-            if logs is not None and "loss" in logs:
-                losses.append(float(logs["loss"]))
-
-    with tempfile.TemporaryDirectory() as scratch:
-        settings = DistillationConfig(
-            output_dir=scratch,
-            per_device_train_batch_size=len(answers),
-            gradient_accumulation_steps=1,
-            max_steps=case["steps"] + WARM_UP,
-            learning_rate=LR,
-            lr_scheduler_type="constant",
-            adam_beta1=BETAS[0],
-            adam_beta2=BETAS[1],
-            weight_decay=WEIGHT_DECAY,
-            max_grad_norm=MAX_GRAD_NORM,
-            beta=1.0,
-            bf16=False,
-            gradient_checkpointing=False,
-            use_cpu=True,
-            dataloader_pin_memory=False,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-        )
-        trainer = DistillationTrainer(
-            model=case["student"],
-            teacher_model=case["teacher"],
-            args=settings,
-            train_dataset=Dataset.from_dict({"prompt": ["w3"] * (len(answers) * (case["steps"] + WARM_UP))}),
-            processing_class=AutoTokenizer.from_pretrained(case["student"], padding_side="left"),
-            callbacks=[Clock()],
-        )
-        prompts, completions = [prompt for prompt, _ in answers], [answer for _, answer in answers]
-        trainer._generate = lambda _prompts: (prompts, completions, None, None, [])
-        layers = trainer.teacher_model.base_model
-        layers.register_forward_pre_hook(lambda *_: began.__setitem__(1, now()))
-        layers.register_forward_hook(lambda *_: teacher.__setitem__(-1, teacher[-1] + now() - began[1]))
-        trainer.train()
-    return {
-        "loss": losses[0],
-        "with": whole[WARM_UP:],
-        "without": [a - b for a, b in zip(whole[WARM_UP:], teacher[WARM_UP:], strict=True)],
-        "peaks": peaks[WARM_UP:],
-    }
-
-
-def clock(case: dict[str, Any]) -> Any:
+def clock(case: dict[str, Any]) -> Callable[[], float]:
     return time.perf_counter if case["clock"] == "wall" else time.process_time
 
 
+def report_case(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """What a side's module does when `run_case` starts it: run the case, and print what it found."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--case", required=True)
+    print(json.dumps(run(json.loads(parser.parse_args().case))))
+
+
+Found = dict[str, list[dict[str, Any]]]
+"""Side -> what each of its processes reported."""
+
+
+def measure(case: dict[str, Any], args: argparse.Namespace) -> Found:
+    """Both sides in turns, so that a change of the machine's load meets both."""
+    found: Found = {"ours": [], "theirs": []}
+    for _ in range(args.rounds):
+        for side, python in (("ours", args.python), ("theirs", args.trl_python)):
+            found[side].append(run_case(f"{MODULE}_{side}", case, threads=args.threads, python=python))
+    return found
+
+
 def compare(shape: str, lengths: str, args: argparse.Namespace, folder: Path) -> list[list[str]]:
+    """The rows of one model and one kind of samples."""
     bounds = {"equal": ([args.prompt] * 2, [args.answer] * 2), "mixed": ([8, args.prompt], [16, args.answer])}[lengths]
     answers = draw_answers(args.samples, *bounds, seed=1)
-    tokens = sum(len(prompt) + len(answer) for prompt, answer in answers)
     case = {
         "student": str(folder / f"{shape}-student"),
         "teacher": str(folder / f"{shape}-teacher"),
@@ -248,35 +123,41 @@ def compare(shape: str, lengths: str, args: argparse.Namespace, folder: Path) ->
         "steps": args.steps,
         "clock": args.clock,
         "settings": json.loads(args.settings),
+        "onednn": not args.no_onednn,
     }
-    found: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
-    for _ in range(args.rounds):  # in turns, so that a change of the machine's load meets both
-        for side, python in (("ours", args.python), ("trl", args.trl_python)):
-            found[side].append(run_case(MODULE, case | {"side": side}, threads=args.threads, python=python))
+    found = measure(case, args)
     losses = {side: results[0]["loss"] for side, results in found.items()}
-    if abs(losses["ours"] - losses["trl"]) > args.loss_tolerance * abs(losses["trl"]):
+    if abs(losses["ours"] - losses["theirs"]) > args.loss_tolerance * abs(losses["theirs"]):
         raise SystemExit(f"{shape}, {lengths}: the two sides do not do the same work: first losses {losses}")
+    tokens = sum(len(prompt) + len(answer) for prompt, answer in answers)
+    name = f"{shape}, {lengths}, {tokens} tokens ({sum(len(answer) for _, answer in answers)} of answers)"
+    return [
+        *([name, *row] for row in time_rows(found, tokens)),
+        [name, "peak memory", *memory_row(found)],
+        [name, "first loss", f"{losses['ours']:.5f}", f"{losses['theirs']:.5f}", ""],
+    ]
 
-    def joined(side: str, name: str) -> list[float]:
-        return [value for result in found[side] for value in result[name]]
 
-    rows = []
-    answer_tokens = sum(len(answer) for _, answer in answers)
-    for name in ("with", "without"):
-        ours, trl = joined("ours", name), joined("trl", name)
-        rows.append(
-            [
-                f"{shape}, {lengths}, {tokens} tokens ({answer_tokens} of answers)",
-                f"{name} teacher",
-                f"{spread(ours)}, {tokens / median(ours):.0f} tokens/s",
-                f"{spread(trl)}, {tokens / median(trl):.0f} tokens/s",
-                f"{median(trl) / median(ours):.2f}",
-            ]
-        )
-    ours, trl = [[value / MB for value in joined(side, "peaks")] for side in ("ours", "trl")]
-    rows.append([rows[0][0], "peak memory", spread(ours, "MB"), spread(trl, "MB"), f"{median(ours) / median(trl):.2f}"])
-    rows.append([rows[0][0], "first loss", f"{losses['ours']:.5f}", f"{losses['trl']:.5f}", ""])
+def joined(found: Found, side: str, what: str) -> list[float]:
+    return [value for result in found[side] for value in result[what]]
+
+
+def time_rows(found: Found, tokens: int) -> list[list[str]]:
+    rows: list[list[str]] = []
+    for name, ours_what, theirs_what in (
+        ("with teacher on both sides", "with", "with"),
+        ("without teacher on both sides", "without", "without"),
+        ("each side's own step", "without", "with"),
+    ):
+        ours, theirs = joined(found, "ours", ours_what), joined(found, "theirs", theirs_what)
+        speeds = [f"{spread(times)}, {tokens / median(times):.0f} tokens/s" for times in (ours, theirs)]
+        rows.append([name, *speeds, f"{median(theirs) / median(ours):.2f}"])
     return rows
+
+
+def memory_row(found: Found) -> list[str]:
+    ours, theirs = ([value / MB for value in joined(found, side, "peaks")] for side in ("ours", "theirs"))
+    return [spread(ours, "MB"), spread(theirs, "MB"), f"{median(ours) / median(theirs):.2f}"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -296,12 +177,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--settings", default="{}", help="JSON: more settings of our StudentConfig")
     parser.add_argument("--loss-tolerance", type=float, default=1e-3, help="relative; beyond it the run is refused")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--no-onednn", action="store_true", help="MKL's products on our side too, on any processor")
     args = parser.parse_args(argv)
-    if args.case:
-        case = json.loads(args.case)
-        print(json.dumps({"ours": run_ours, "trl": run_trl}[case["side"]](case)))
-        return
     if not args.trl_python:
         parser.error("--trl-python is needed: the Python of an environment with trl")
     print(machine_line(args.threads, ("torch", "transformers")))

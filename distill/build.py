@@ -19,8 +19,10 @@ from distill import loop
 from distill.checkpoint import Checkpoint, Checkpoints
 from distill.cluster import Cluster
 from distill.config import RunConfig
+from distill.config.resume import settings_of
 from distill.errors import ConfigError, DistillError, EnvironmentFault, RunStopped, ServerError
 from distill.evaluation import Evaluator
+from distill.idle_steps import IdleSteps
 from distill.observe import Observer
 from distill.preflight import Preflight, inspect
 from distill.protocols import Objective, SampleStore, ServerAddress, TeacherCaps
@@ -30,7 +32,7 @@ from distill.remote import RemoteServer, RemoteStudent, start_student
 from distill.rollout.admission import Admission
 from distill.rollout.graders import Marker, OutcomeGrader
 from distill.rollout.pool import RolloutPool, RolloutServer
-from distill.run_folder import RESUME, choose_folder, find_checkpoint, identity, owned, set_aside
+from distill.run_folder import RESUME, allowed_changes, choose_folder, find_checkpoint, owned, set_aside
 from distill.serving.client import ServerClient
 from distill.teacher_manager import CanaryStore, Slot, Teacher, TeacherManager
 from distill.types import Ids, Signal
@@ -131,6 +133,8 @@ class _Run:
         try:
             if self._checkpoint:
                 observer.event("info", f"going on at step {self._checkpoint.step} from {self._checkpoint.folder}")
+                for change in allowed_changes(self._checkpoint, self._config):
+                    observer.event("info", f"other than before: {change}")
             if aside:
                 observer.event("warning", f"no checkpoint to go on from: begins anew; what was there is now in {aside}")
             observer.event(
@@ -192,6 +196,7 @@ class _Run:
                     evaluator=self._evaluator(),
                     checkpoints=Checkpoints(self._folder / "checkpoints", keep=config.trainer.keep_checkpoints),
                     quarantine=self._quarantine(version, store),
+                    idle_steps=self._idle_steps(),
                     observer=self._observer,
                     grade=self._outcome_grader(pool),
                 )
@@ -344,6 +349,16 @@ class _Run:
         quarantine.restore(saved, first_ordinal=version * trainer.batch_size, held=store.ordinals)
         return quarantine
 
+    def _idle_steps(self) -> IdleSteps:
+        counted = IdleSteps(
+            objective_label(self._config.objective.name, self._checked.objective),
+            total_steps=self._config.trainer.steps,
+            on_event=self._observer.event,
+        )
+        if self._checkpoint and "idle_steps" in self._checkpoint.state:
+            counted.restore(self._checkpoint.state["idle_steps"])
+        return counted
+
     def _outcome_grader(self, pool: RolloutPool) -> OutcomeGrader | None:
         outcome = self._config.objective.outcome
         if outcome is None:
@@ -370,12 +385,19 @@ class _Run:
             evaluate_every=config.evaluation.every,
             checkpoint_every=config.trainer.checkpoint_every,
             patience_s=2 * (config.rollout.timeout_s + config.teacher_manager.timeout_s),
-            identity=identity(config),
+            settings=settings_of(config),
         )
 
 
 def _marker(grader: str) -> Marker:
     return Marker(grader, load("grader", grader))
+
+
+def objective_label(name: str, objective: Objective) -> str:
+    """The objective with its off-policy correction, where it has one: for messages."""
+    taught: Any = getattr(objective, "objective", objective)  # below the outcomes that are mixed in
+    importance = getattr(taught, "importance", None)
+    return name if importance is None else f"{name} with importance={getattr(importance, 'name', importance)}"
 
 
 def domain_teachers(checked: Preflight) -> dict[str, list[str]]:

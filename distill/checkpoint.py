@@ -3,7 +3,7 @@
 checkpoints/step-00000040/
     student/       what the student backend saved, an ordinary Hugging Face folder included
     samples.dpk    scored samples that were not trained yet
-    state.json     step, what fixes the stream of samples, the observer's state, which samples were set aside
+    state.json     step, the settings of the run, the observer's state, which samples were set aside
 """
 
 from __future__ import annotations

@@ -23,10 +23,11 @@ import psutil
 from distill.config import RunConfig
 from distill.config.compose import load_config
 from distill.errors import DistillError
+from distill.objectives import kernels
 from distill.preflight import inspection, is_prepared, machine
 from distill.preflight.foreign import make_translations
 from distill.preflight.parts import check_parts
-from distill.preflight.programs import check_programs
+from distill.preflight.programs import check_loss_kernel, check_programs
 from distill.preflight.vocabulary import check_rows
 from distill.run_folder import Start, foresee
 
@@ -38,6 +39,7 @@ import torch
 gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
 print(torch.__version__, "-", ", ".join(gpus) if gpus else "no CUDA device: models run on the CPU")
 """
+_KERNEL = "from distill.objectives.kernels import why_unusable; print(why_unusable() or 'not run on this hardware')"
 _EXTRAS = {
     "wandb": ("wandb", "metrics in Weights & Biases"),
     "reasoning_gym": ("recipes", "prompts of recipes/reasoning"),
@@ -88,6 +90,7 @@ def look_at_machine(report: Report) -> None:
             report.note(package, f"not installed: {purpose}. pip install 'distill-engine[{extra}]'")
         else:
             report.good(package, _version(package))
+    _look_at_kernel(report)
     report.good("cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} usable")
     memory = psutil.virtual_memory()
     report.good("memory", f"{memory.available / 1e9:.1f} GB free of {memory.total / 1e9:.1f} GB")
@@ -98,19 +101,36 @@ def look_at_machine(report: Report) -> None:
         report.note(f"mesh: {transport}", "not run on this hardware")
 
 
+def _look_at_kernel(report: Report) -> None:
+    absent = kernels.why_absent()
+    if absent:
+        report.note(kernels.PACKAGE, f"not installed: a kernel for losses on sampled tokens. {kernels.INSTALL}")
+        return
+    said = _said(report, kernels.PACKAGE, _KERNEL)
+    if said is not None:
+        report.note(kernels.PACKAGE, f"{_version(kernels.PACKAGE)}: {said}")
+
+
 def _probe(report: Report, package: str, program: str) -> None:
+    said = _said(report, package, program)
+    if said is not None:
+        report.good(package, said)
+
+
+def _said(report: Report, package: str, program: str) -> str | None:
+    """What the program prints; None, with a row that says why, where it fails."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
         report.note(package, f"its import did not end within {_PROBE_TIMEOUT_S:g} s")
-        return
+        return None
     if done.returncode == 0:
-        report.good(package, done.stdout.strip())
-        return
+        return done.stdout.strip()
     last = (done.stderr.strip().splitlines() or [f"killed by signal {-done.returncode}"])[-1]
     report.note(package, f"cannot be imported: {last}. pip install --force-reinstall {package}")
+    return None
 
 
 def _version(package: str) -> str:
@@ -191,7 +211,15 @@ def _look_at_models(report: Report, config: RunConfig) -> None:
         lambda: inspection.inspect_prompts(config, models, found.student),
         lambda it: f"{it.stream.prompts_per_epoch} prompts, the longest has {it.longest} tokens",
     )
-    report.attempt("objective", lambda: inspection.inspect_objective(config, found), lambda it: it.contract.optimises)
+    objective = report.attempt(
+        "objective", lambda: inspection.inspect_objective(config, found), lambda it: it.contract.optimises
+    )
+    if objective is not None:
+        report.attempt(
+            "loss kernel",
+            lambda: check_loss_kernel(config, objective),
+            lambda note: note or f"{config.student.loss_kernel}: ours, the portable one",
+        )
     if prompts is not None and found.foreign:
         report.attempt(
             "other tokenizers",

@@ -8,14 +8,15 @@ tokens every time, so the curve shows the student and nothing else.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from distill.config import EvaluationConfig
-from distill.errors import ServiceError
+from distill.errors import ServiceError, TeacherError
 from distill.protocols import RolloutEngine, StudentHandle, TeacherBackend
 from distill.rollout.graders import Marker
 from distill.types import Batch, GenerateRequest, Generation, Ids, Prompt, Sample, ScoredSample
@@ -85,8 +86,9 @@ class Evaluator:
             asked = [prompt for prompt in prompts if prompt.answer is not None]
             if not asked:
                 continue
-            written = await write(self._requests(asked, f"{label}-{domain}"))
-            marks = await asyncio.gather(*(self._mark(*pair) for pair in zip(asked, written, strict=True)))
+            with _named(f"evaluation, domain {domain}"):
+                written = await write(self._requests(asked, f"{label}-{domain}"))
+                marks = await asyncio.gather(*(self._mark(*pair) for pair in zip(asked, written, strict=True)))
             found.append(Accuracy(domain, float(np.mean(marks)), len(marks)))
         return found
 
@@ -116,13 +118,14 @@ class Evaluator:
         faults: list[ServiceError] = []
         for domain, prompts in self._prompts.items():
             for teacher, group in _by_teacher(prompts).items():
-                requests = self._requests(group, f"kl-{teacher}-{domain}", self._report_k)
-                written = await teachers.generate(teacher, requests)
-                samples = [_held_out_sample(*pair) for pair in zip(group, written, strict=True)]
-                outcomes = await asyncio.gather(*(_scored_or_fault(teachers, sample) for sample in samples))
-                wrong = [outcome for outcome in outcomes if isinstance(outcome, ServiceError)]
-                if len(wrong) == len(outcomes):
-                    raise wrong[0]
+                with _named(f"evaluation, domain {domain}, answers of teacher {teacher}"):
+                    requests = self._requests(group, f"kl-{teacher}-{domain}", self._report_k)
+                    written = await teachers.generate(teacher, requests)
+                    samples = [_held_out_sample(*pair) for pair in zip(group, written, strict=True)]
+                    outcomes = await asyncio.gather(*(_scored_or_fault(teachers, each, teacher) for each in samples))
+                    wrong = [outcome for outcome in outcomes if isinstance(outcome, ServiceError)]
+                    if len(wrong) == len(outcomes):
+                        raise wrong[0]
                 faults += wrong
                 scored += [outcome for outcome in outcomes if isinstance(outcome, ScoredSample)]
         self._held_out = Batch(version=0, samples=tuple(scored))
@@ -131,10 +134,29 @@ class Evaluator:
     async def student_kl(self, student: StudentHandle) -> dict[str, float]:
         """KL(student || teacher) per domain, mean over the held-out answers' tokens."""
         assert self._held_out is not None, "write_held_out comes first"
-        return await student.evaluate(self._held_out)
+        with _named("evaluation, KL on held-out answers"):
+            return await student.evaluate(self._held_out)
 
 
-async def _scored_or_fault(teachers: TeacherBackend, sample: Sample) -> ScoredSample | ServiceError:
+@contextlib.contextmanager
+def _named(where: str) -> Generator[None]:
+    """An error on the way says first that it came up in evaluation, and where there."""
+    try:
+        yield
+    except ServiceError as error:
+        error.what = f"{where}: {error.what}"
+        raise
+
+
+async def _scored_or_fault(teachers: TeacherBackend, sample: Sample, author: str) -> ScoredSample | ServiceError:
+    if not len(sample.response_ids):
+        return TeacherError(
+            f"{sample.id}: teacher {author} wrote no token",
+            why="the KL is measured on the tokens of its answer",
+            fix="check that its chat template ends where an answer begins, and leave the prompt out if it has none",
+            sample_id=sample.id,
+            teacher=author,
+        )
     try:
         return await teachers.score(sample)
     except ServiceError as error:

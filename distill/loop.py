@@ -16,6 +16,7 @@ from typing import Any
 from distill.checkpoint import Checkpoints
 from distill.errors import DistillError, RunStopped, ServerError, ServiceError
 from distill.evaluation import Accuracy, Evaluator
+from distill.idle_steps import IdleSteps
 from distill.observe import EvalRecord, Observer
 from distill.protocols import PublishResult, RolloutEngine, SampleStore, StudentHandle, TeacherBackend
 from distill.quarantine import Quarantine
@@ -35,6 +36,7 @@ class Parts:
     evaluator: Evaluator
     checkpoints: Checkpoints
     quarantine: Quarantine
+    idle_steps: IdleSteps
     observer: Observer
     grade: Callable[[Sample], Awaitable[float]] | None = None
     """What gives a finished sample its reward; None where the objective needs no outcome."""
@@ -57,8 +59,8 @@ class Plan:
     checkpoint_every: int | None
     patience_s: float
     """Longest wait for a batch before the run is given up."""
-    identity: Mapping[str, Any]
-    """What a checkpoint must share with the run that resumes from it."""
+    settings: Mapping[str, Any]
+    """Those of the run, which a checkpoint keeps for whoever goes on from it."""
 
 
 async def run(parts: Parts, plan: Plan, stop: asyncio.Event) -> None:
@@ -80,6 +82,8 @@ async def run(parts: Parts, plan: Plan, stop: asyncio.Event) -> None:
                 writing.cancel()
     except BaseExceptionGroup as group:
         raise first_cause(group) from group
+    finally:
+        parts.observer.swapped(parts.teachers.swap_counts())
 
 
 async def write_samples(parts: Parts, plan: Plan) -> None:
@@ -152,6 +156,7 @@ async def train(parts: Parts, plan: Plan, stop: asyncio.Event, tasks: asyncio.Ta
             publish=published,
             store_size=len(parts.store),
         )
+        parts.idle_steps.take(result)
         if _due(version, plan.evaluate_every) or version == plan.steps:
             if evaluating is not None:
                 await evaluating
@@ -279,9 +284,10 @@ async def checkpoint(parts: Parts, plan: Plan, version: int) -> None:
             parts.student.save,
             samples=parts.store.snapshot(),
             state={
-                "identity": dict(plan.identity),
+                "settings": dict(plan.settings),
                 "observer": parts.observer.state(),
                 "quarantine": parts.quarantine.state(),
+                "idle_steps": parts.idle_steps.state(),
             },
         )
 

@@ -266,6 +266,9 @@ class Contract:
     """The loss of a row depends on other tokens of its sample: `condition` is called, once, before the loss."""
     reads_spans: bool = False
     """It can learn from a teacher with another tokenizer: from `TokenRows.span_N`, which others would not look at."""
+    reads_sampled_only: bool = False
+    """Of the student it looks at log p of the sampled tokens alone, as `sampled.token_logp` gives it, for the loss and
+    for every metric: it can be called with rows that have no logits."""
 
 
 @runtime_checkable

@@ -6,13 +6,14 @@ import contextlib
 import fcntl
 import itertools
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from distill.checkpoint import Checkpoint, Checkpoints, newest_unfinished
 from distill.config import RunConfig
+from distill.config.resume import Change, changes, settings_of
 from distill.errors import ConfigError
 
 _LOCK = ".lock"
@@ -90,15 +91,15 @@ def find_checkpoint(folder: Path, config: RunConfig) -> Checkpoint | None:
         )
     if found is not None:
         _check_whole(found)
-        check_identity(found, config)
+        check_settings(found, config)
     return found
 
 
 def _check_whole(checkpoint: Checkpoint) -> None:
     parts = (checkpoint.student, checkpoint.folder / "samples.dpk")
     missing = [part.name for part in parts if not part.exists()]
-    if "identity" not in checkpoint.state:
-        missing.append("`identity` in state.json")
+    if "settings" not in checkpoint.state:
+        missing.append("`settings` in state.json")
     if missing:
         raise ConfigError(
             f"resume: {checkpoint.folder} is not a whole checkpoint: it has no {missing[0]}",
@@ -163,40 +164,22 @@ def _take(lock: IO[str], folder: Path) -> None:
         ) from error
 
 
-def identity(config: RunConfig) -> dict[str, Any]:
-    """What fixes the stream of samples and what the student keeps: a checkpoint goes on only with the same."""
-    student = config.student
-    return {
-        "run.seed": config.run.seed,
-        "trainer.batch_size": config.trainer.batch_size,
-        "rollout.samples_per_prompt": config.rollout.samples_per_prompt,
-        "student.model": str(student.model),
-        "student.dtype": student.dtype,
-        "student.optimizer": student.optimizer,
-        "student.ema_decay": student.ema_decay,
-        "student.lora": student.lora and student.lora.model_dump(mode="json", exclude={"export"}),
-        "data": [str(source.path) for source in config.data],
-        "teachers": {name: str(teacher.model) for name, teacher in sorted(config.teachers.items())},
-        "objective": config.objective.model_dump(mode="json"),
-    }
+def check_settings(checkpoint: Checkpoint, config: RunConfig) -> None:
+    """Raises ConfigError with every setting that is not what the checkpoint was made with, and must be."""
+    wrong = [str(change) for change in _changes(checkpoint, config) if not change.allowed]
+    if wrong:
+        several = f"{len(wrong)} settings are others than those of {checkpoint.folder}:\n- " if len(wrong) > 1 else ""
+        raise ConfigError(
+            "resume: " + several + "\n- ".join(wrong) + ("" if several else f" when {checkpoint.folder} was made"),
+            why="what is trained would not be what the first run promised",
+            fix="resume with the same, or start a new run; its student.model may be a checkpoint's folder student/",
+        )
 
 
-def check_identity(checkpoint: Checkpoint, config: RunConfig) -> None:
-    saved, wanted = checkpoint.state["identity"], identity(config)
-    for key, value in wanted.items():
-        if saved.get(key) != value:
-            at, now, then = _first_difference(key, value, saved.get(key))
-            raise ConfigError(
-                f"resume: {at} is {now!r}, and {checkpoint.folder} was made with {then!r}",
-                why="what is trained would not be what the first run promised",
-                fix="resume with the same value, or start a new run",
-            )
+def allowed_changes(checkpoint: Checkpoint, config: RunConfig) -> list[Change]:
+    """What differs from the settings of the checkpoint, and may."""
+    return [change for change in _changes(checkpoint, config) if change.allowed]
 
 
-def _first_difference(key: str, now: Any, then: Any) -> tuple[str, Any, Any]:
-    """The place inside a mapping where two differ, and what is there."""
-    if isinstance(now, dict) and isinstance(then, dict):
-        for name in {**now, **then}:
-            if now.get(name) != then.get(name):
-                return _first_difference(f"{key}.{name}", now.get(name), then.get(name))
-    return key, now, then
+def _changes(checkpoint: Checkpoint, config: RunConfig) -> Iterator[Change]:
+    return changes(settings_of(config), checkpoint.state["settings"])

@@ -15,6 +15,7 @@ from distill.checkpoint import Checkpoints
 from distill.config import EvaluationConfig, ObserveConfig
 from distill.errors import ServerError, StudentError, TeacherError
 from distill.evaluation import Evaluator
+from distill.idle_steps import IdleSteps
 from distill.observe import Observer
 from distill.protocols import PublishResult, ServerAddress, TeacherCaps
 from distill.quarantine import Quarantine
@@ -105,6 +106,8 @@ class Student:
         self.lags: list[int] = []
         self.refuse: set[int] = set()
         """Ordinals whose rows no step can take."""
+        self.gated: set[int] = set()
+        """Steps, from 1 on, in which a correction leaves out every token."""
 
     async def step(self, batch: Batch) -> StepResult:
         assert batch.version == self.version
@@ -115,7 +118,18 @@ class Student:
         self.trained.append([item.sample.ordinal for item in batch.samples])
         self.lags += [batch.version - item.sample.oldest_version for item in batch.samples]
         self.version += 1
-        return StepResult(self.version, 0.1, 1.0, 1e-3, batch.response_tokens, 0.1, kl={"t": 0.1})
+        gated = self.version in self.gated
+        return StepResult(
+            version=self.version,
+            loss=0.1,
+            grad_norm=0.0 if gated else 1.0,
+            lr=1e-3,
+            tokens=batch.response_tokens,
+            seconds=0.1,
+            kl={"t": 0.1},
+            token_share={"t": 1.0},
+            objective={"gated_low": {"t": float(gated)}},
+        )
 
     async def evaluate(self, batch: Batch) -> dict[str, float]:
         return {"math": 1.0 / (1 + self.version)}
@@ -162,6 +176,8 @@ class House:
             self.folder, limit=self.limit, on_event=self.observer.event, on_count=self.observer.quarantined
         )
 
+        self.idle_steps = IdleSteps("toy", total_steps=self.steps, on_event=self.observer.event)
+
     def parts(self) -> loop.Parts:
         prompts = {"math": [Prompt(i, "math", np.array([1], np.int32), {"t": 1.0}, "x") for i in range(3)]}
         return loop.Parts(
@@ -185,6 +201,7 @@ class House:
             ),
             checkpoints=Checkpoints(self.folder / "checkpoints", keep=2),
             quarantine=self.quarantine,
+            idle_steps=self.idle_steps,
             observer=self.observer,
             grade=self.grade,
         )
@@ -200,7 +217,7 @@ class House:
             evaluate_every=2,
             checkpoint_every=None,
             patience_s=self.patience_s,
-            identity={},
+            settings={},
         )
         try:
             await loop.run(self.parts(), dataclasses.replace(plan, **changes), self.stop)
@@ -218,5 +235,6 @@ def go_on(folder: Path, **settings: Any) -> House:
         house.store.restore(saved.samples)
     first = saved.step * house.batch
     house.quarantine.restore(saved.state["quarantine"], first_ordinal=first, held=house.store.ordinals)
+    house.idle_steps.restore(saved.state["idle_steps"])
     house.observer.restore(saved.state["observer"])
     return house

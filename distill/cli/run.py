@@ -146,7 +146,7 @@ def quick_start() -> Path:
 def _schema() -> int:
     import json
 
-    from distill.config.schema import json_schema
+    from distill.config.json_schema import json_schema
 
     say(json.dumps(json_schema(), indent=2) + "\n")
     return 0
@@ -166,22 +166,26 @@ def _run(path: Path, overrides: list[str], *, dry_run: bool, show_config: bool) 
 
 def _dry_run(loaded: LoadedConfig) -> int:
     from distill.cli.plan import print_plan, print_unprepared
+    from distill.config.explain import located
     from distill.preflight import inspect, inspect_early, is_prepared
 
-    if loaded.config.prepare is not None and not is_prepared(loaded.config.prepare):
-        print_unprepared(loaded, inspect_early(loaded.config))
-    else:
-        print_plan(loaded, inspect(loaded.config))
+    with located(loaded.written):
+        if loaded.config.prepare is not None and not is_prepared(loaded.config.prepare):
+            print_unprepared(loaded, inspect_early(loaded.config))
+        else:
+            print_plan(loaded, inspect(loaded.config))
     return 0
 
 
 def _start(loaded: LoadedConfig) -> int:
+    from distill.config.explain import located
     from distill.preflight import inspect, inspect_early, prepare
 
-    if loaded.config.prepare is not None:
-        inspect_early(loaded.config)  # preparing may take long
-        prepare(loaded.config.prepare)
-    preflight = inspect(loaded.config)
+    with located(loaded.written):
+        if loaded.config.prepare is not None:
+            inspect_early(loaded.config)  # preparing may take long
+            prepare(loaded.config.prepare)
+        preflight = inspect(loaded.config)
     for note in preflight.notes:
         complain(f"note: {note}")
     from distill.build import run

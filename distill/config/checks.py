@@ -7,29 +7,26 @@ needs the files that a configuration names is in `distill.preflight`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from distill import registry
-from distill.config.explain import Where, gather
+from distill.config.explain import Finding, Where, gather, nowhere
 from distill.config.models import DataConfig, RunConfig
 from distill.config.schema import KeyPath, dotted
 
-Finding = tuple[KeyPath, str, str]
 NAME = re.compile(r"\w[\w.-]*")
 """Of a teacher and of a domain: they become parts of metrics' names, whose parts are separated by `/`."""
+LEAST_TEMPERATURE = 1e-6
+"""SGLang 0.5.23 and the embedded server."""
 TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
-def check(config: RunConfig, where: Where | None = None) -> None:
-    """Raises one ConfigError with every finding. `where` says in which file and line a key was written."""
-    findings = [finding for each in CHECKS for finding in each(config)]
+def check(config: RunConfig, where: Where = nowhere, others: Sequence[Finding] = ()) -> None:
+    """Raises one ConfigError with every finding, `others` included. `where`: the file and line of a key."""
+    findings = [*others, *(finding for each in CHECKS for finding in each(config))]
     if findings:
-        raise gather([(f"{_at(key, where)}{what}", fix) for key, what, fix in findings])
-
-
-def _at(key: KeyPath, where: Where | None) -> str:
-    return f"{where(key)}: " if where else ""
+        raise gather(findings, where)
 
 
 def _names_are_registered(config: RunConfig) -> Iterator[Finding]:
@@ -65,18 +62,25 @@ def _teachers_in_data_exist(config: RunConfig) -> Iterator[Finding]:
             continue
         if not source.teachers:
             yield (*at, "teachers"), f"{dotted(at)}.teachers is empty", "name a teacher, or leave the key out"
+        weights = source.teachers if isinstance(source.teachers, dict) else {}
         for position, name in enumerate(source.teachers):
-            place: KeyPath = (*at, "teachers", name if isinstance(source.teachers, dict) else position)
-            if name not in config.teachers:
+            place: KeyPath = (*at, "teachers", name if weights else position)
+            if name in list(source.teachers)[:position]:
+                yield (
+                    place,
+                    f"{dotted(at)}.teachers names {name!r} twice",
+                    f"name it once; a mapping gives it another weight: {{{name}: 2.0}}",
+                )
+            elif name not in config.teachers:
                 yield (
                     place,
                     f"{dotted(at)}.teachers names {name!r}, which is not one of the teachers",
                     registry.did_you_mean(name, config.teachers),
                 )
-            elif isinstance(source.teachers, dict) and not source.teachers[name] > 0:
+            elif weights and not weights[name] > 0:
                 yield (
                     place,
-                    f"{dotted(place)} must be more than 0, and is {source.teachers[name]:g}",
+                    f"{dotted(place)} must be more than 0, and is {weights[name]:g}",
                     "leave out a teacher without weight",
                 )
 
@@ -100,6 +104,19 @@ def _every_teacher_has_work(config: RunConfig) -> Iterator[Finding]:
                 ("teachers", name),
                 f"teachers.{name} is named by no entry of data",
                 "name it in the `teachers` of an entry of data, or remove it",
+            )
+
+
+def _weights_are_used(config: RunConfig) -> Iterator[Finding]:
+    """Only where the configuration tells: rows may name teachers with weights, or without."""
+    if not all(isinstance(source.teachers, dict) for source in config.data):
+        return
+    for name, teacher in config.teachers.items():
+        if teacher.weight != type(teacher).model_fields["weight"].default:
+            yield (
+                ("teachers", name, "weight"),
+                f"teachers.{name}.weight has no effect: every entry of data gives its teachers weights of its own",
+                "remove it, or name the teacher without a weight",
             )
 
 
@@ -234,6 +251,13 @@ def _nothing_is_ignored(config: RunConfig) -> Iterator[Finding]:
             "observe.wandb_project is given, but wandb is not in observe.sinks",
             "add it there",
         )
+    if config.rollout.temperature < LEAST_TEMPERATURE:
+        yield (
+            ("rollout", "temperature"),
+            f"rollout.temperature is {config.rollout.temperature:g}, and what is below {LEAST_TEMPERATURE:g} is taken "
+            "for 0 by servers: they write greedily, and report the probabilities of temperature 1",
+            "take a larger one; 1 samples from the student itself",
+        )
     if config.rollout.top_k == 0:
         yield ("rollout", "top_k"), "rollout.top_k is 0, which leaves no token to draw", "-1 draws from all of them"
     for index, beta in enumerate(student.betas):
@@ -310,6 +334,20 @@ def _domain_weights_are_of_domains(config: RunConfig) -> Iterator[Finding]:
         yield key, f"objective.domain_weights has none for the domain {name!r}", "give it one; 0 leaves it out"
 
 
+def _segments_exist(config: RunConfig) -> Iterator[Finding]:
+    """No part of Distill cuts an answer into several samples; a store of the user's own may hold some that were."""
+    plain = {"segment_mean": "seq_mean", "segment_token": "token_mean"}
+    reduction = config.objective.reduction
+    if reduction in plain and ":" not in config.store.name:
+        yield (
+            ("objective", "reduction"),
+            f"objective.reduction is {reduction}, but every answer is a single sample: it would be the same as "
+            f"{plain[reduction]}",
+            f"set it to {plain[reduction]}; segments can only come from a store of your own, which sets "
+            "Sample.trajectory",
+        )
+
+
 def _a_mixture_has_several_teachers(config: RunConfig) -> Iterator[Finding]:
     """Only where the configuration tells: rows may name teachers themselves."""
     alone = all(source.teachers is not None and len(source.teachers) < 2 for source in config.data)
@@ -356,6 +394,7 @@ CHECKS: tuple[Callable[[RunConfig], Iterable[Finding]], ...] = (
     _names_are_registered,
     _teachers_in_data_exist,
     _every_teacher_has_work,
+    _weights_are_used,
     _slots_fit_teachers,
     _attached_servers_are_named,
     _ports_exist,
@@ -366,6 +405,7 @@ CHECKS: tuple[Callable[[RunConfig], Iterable[Finding]], ...] = (
     _ranks_fit_the_student,
     _domains_are_names,
     _domain_weights_are_of_domains,
+    _segments_exist,
     _a_mixture_has_several_teachers,
     _outcomes_can_teach,
 )

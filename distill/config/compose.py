@@ -24,9 +24,10 @@ from pydantic import ValidationError
 import distill.conf
 from distill.config.checks import check
 from distill.config.document import Document, find, read
-from distill.config.explain import explain
+from distill.config.explain import Where, explain, gather
 from distill.config.included import check_included
 from distill.config.models import ObjectiveConfig, RunConfig
+from distill.config.options import section_findings
 from distill.config.overrides import COMMAND_LINE, GROUPS, Overrides, read_overrides
 from distill.config.schema import KeyPath, path_values
 from distill.errors import ConfigError
@@ -43,6 +44,8 @@ class LoadedConfig:
     config: RunConfig
     resolved: dict[str, Any]
     source: Path
+    written: Where
+    """The place of a key, or of what it stands in; empty where the file and the command line hold neither."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -64,12 +67,19 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     def where(key: KeyPath) -> str:
         return COMMAND_LINE if asked.sets(key) else document.place(key)
 
+    def written(key: KeyPath) -> str:
+        if asked.sets(key):
+            return COMMAND_LINE
+        held = next((key[:length] for length in range(len(key), 0, -1) if key[:length] in document.lines), None)
+        return document.place(held) if held else ""
+
+    wrong = section_findings(values.get("objective"))
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
-        raise explain(error, where) from None
-    check(config, where)
-    return LoadedConfig(config, config.model_dump(mode="json"), document.path)
+        raise gather([*explain(error), *wrong], where) from None
+    check(config, where, wrong)
+    return LoadedConfig(config, config.model_dump(mode="json"), document.path, written)
 
 
 def _refuse_shadow(file: Path) -> None:

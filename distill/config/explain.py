@@ -2,50 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from distill.config.models import PATTERNS
-from distill.config.overrides import suggestion
-from distill.config.schema import KeyPath, UnknownKey, annotation_at, describe, dotted, known_names
+from distill.config.models import PATTERNS, RunConfig
+from distill.config.schema import (
+    KeyPath,
+    UnknownKey,
+    annotation_at,
+    describe,
+    dotted,
+    known_names,
+    split,
+    suggestion,
+    tagged,
+    without_tags,
+)
 from distill.errors import ConfigError
+from distill.registry import did_you_mean
 
 Where = Callable[[KeyPath], str]
-"""The place in which a key was written, for people: `teachers.yaml:7`, or "the command line"."""
+"""The place in which a key was written, for people: `teachers.yaml:7`, or "the command line"; empty if nobody knows."""
+Finding = tuple[KeyPath, str, str]
+"""The key whose place is named, what is wrong, what to do."""
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+"""What pydantic calls a key that a model, or a dataclass, does not have."""
 
 
-def explain(error: ValidationError, where: Where) -> ConfigError:
-    """One ConfigError that lists every finding."""
-    findings: dict[KeyPath, tuple[str, str]] = {}
+def explain(error: ValidationError, root: Any = RunConfig, at: KeyPath = ()) -> list[Finding]:
+    """Every finding about a value that must be a `root`, and stands at the key `at` of a run; one for each key."""
+    findings: dict[KeyPath, Finding] = {}
     for detail in error.errors():
-        key = _key(detail)
-        findings.setdefault(key, _finding(detail, key, where))
-    return gather(list(findings.values()))
+        key = _key(detail, root)
+        findings.setdefault(key, _finding(detail, key, root, at))
+    return list(findings.values())
 
 
-def gather(findings: list[tuple[str, str]]) -> ConfigError:
-    """One error from (what, fix) pairs; there must be at least one."""
-    if len(findings) == 1:
-        what, fix = findings[0]
-        return ConfigError(what, fix=fix)
-    lines = [f"- {what}" + (f"\n    {fix}" if fix else "") for what, fix in findings]
-    return ConfigError(f"{len(findings)} things in the configuration are wrong:\n" + "\n".join(lines))
+def gather(findings: Sequence[Finding], where: Where) -> ConfigError:
+    """One error from all findings; there must be at least one."""
+    said = [(f"{place}: {what}" if (place := where(key)) else what, fix) for key, what, fix in findings]
+    if len(said) == 1:
+        return ConfigError(said[0][0], fix=said[0][1])
+    lines = [f"- {what}" + (f"\n    {fix}" if fix else "") for what, fix in said]
+    return ConfigError(f"{len(said)} things in the configuration are wrong:\n" + "\n".join(lines))
 
 
-def _key(detail: ErrorDetails) -> KeyPath:
-    """The key that a finding is about. pydantic adds the branch of a union to it: that is cut off."""
+def nowhere(key: KeyPath) -> str:
+    """The `Where` of a configuration that was read from no file."""
+    return ""
+
+
+@contextlib.contextmanager
+def located(where: Where) -> Generator[None]:
+    """Add the place to a ConfigError whose text begins with a key of the run, such as `objective.k: ...`."""
+    try:
+        yield
+    except ConfigError as error:
+        place = where(_leading_key(error.what))
+        if place:
+            error.what = f"{place}: {error.what}"
+        raise
+
+
+def _leading_key(what: str) -> KeyPath:
+    """Empty where the text does not begin with one."""
+    word = re.match(r"[\w.-]*\w", what)
+    key = split(word[0]) if word else ()
+    return key if key and key[0] in RunConfig.model_fields else ()
+
+
+def _key(detail: ErrorDetails, root: Any) -> KeyPath:
+    """The key that a finding is about, kinds included. pydantic adds the branch of any union to it: that is cut off."""
     location: KeyPath = detail["loc"]
-    if detail["type"] == "extra_forbidden":
+    if detail["type"] in _UNKNOWN:
         return location
     if detail["type"] == "missing" and isinstance(location[-1], int):  # a list that is too short
         return location[:-1]
     for length in range(len(location), 0, -1):
         part = str(location[length - 1])
         try:
-            annotation_at(location[:length])
+            annotation_at(location[:length], root)
         except UnknownKey:
             continue
         if not any(mark in str(each) for each in location[:length] for mark in "[(") and part not in (
@@ -57,18 +98,22 @@ def _key(detail: ErrorDetails) -> KeyPath:
     return location
 
 
-def _finding(detail: ErrorDetails, key: KeyPath, where: Where) -> tuple[str, str]:
-    place = where(key)
-    if detail["type"] == "extra_forbidden":
-        return f"{place}: unknown key {dotted(key)}", suggestion(key[:-1], str(key[-1]), known_names(key))
+def _finding(detail: ErrorDetails, key: KeyPath, root: Any, at: KeyPath) -> Finding:
+    full = (*at, *without_tags(key, root))
+    name = dotted(full)
+    if detail["type"] in _UNKNOWN:
+        return full, f"unknown key {name}", suggestion(full[:-1], str(key[-1]), known_names(key, root))
     if detail["type"] == "missing" and detail["loc"] == key:
-        section = dotted(key[:-1]) or "the run"
-        return f"{where(key[:-1])}: {dotted(key)} is missing", f"{section} must have a value for {key[-1]!r}"
+        section = dotted(full[:-1]) or "the run"
+        return full[:-1], f"{name} is missing", f"{section} must have a value for {key[-1]!r}"
+    if detail["type"] == "union_tag_invalid":
+        tag = str(detail.get("ctx", {})["tag"])
+        return full, f"{name}: there is no {tag!r}", did_you_mean(tag, tagged(annotation_at(key, root)))
     if len(detail["loc"]) > len(key) or detail["type"].endswith(("_parsing", "_type")):
-        must = describe(annotation_at(key))
+        must = describe(annotation_at(key, root))
     else:
         must = _requirement(detail)
-    return f"{place}: {dotted(key)} must be {must}, and is {_shown(detail['input'])}", _advice(detail)
+    return full, f"{name} must be {must}, and is {shown(detail['input'])}", _advice(detail)
 
 
 def _advice(detail: ErrorDetails) -> str:
@@ -95,7 +140,7 @@ def _requirement(detail: ErrorDetails) -> str:
             return "not empty"
         case "too_long" | "string_too_long":
             return f"no longer than {context['max_length']}"
-        case "unusable_path":
+        case "unusable_path" | "no_name":
             return detail["msg"]
         case "int_from_float":
             return "a whole number"
@@ -111,7 +156,7 @@ def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """As YAML has it, for what Python calls otherwise."""
     text = (
         {True: "true", False: "false"}[value] if isinstance(value, bool) else "null" if value is None else repr(value)

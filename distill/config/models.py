@@ -114,6 +114,7 @@ class StudentConfig(_Section):
     )
     warmup_steps: Count = 10
     betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.98)
+    eps: float = Field(default=1e-8, gt=0, le=1, description="AdamW's: added to the root of the second moment")
     weight_decay: float = Field(default=0.01, ge=0, le=100)
     max_grad_norm: float = Field(default=1.0, gt=0)
     optimizer: Literal["adamw", "adamw_8bit"] = Field(
@@ -131,6 +132,15 @@ class StudentConfig(_Section):
         default=True, description="lay samples end to end, without padding, where the model's attention allows it"
     )
     head_chunk_tokens: Positive = Field(default=256, description="tokens whose logits exist at one time")
+    loss_kernel: Literal["auto", "portable", "cut_cross_entropy"] = Field(
+        default="auto",
+        description="what computes log p of the sampled tokens where the objective needs no more: cut_cross_entropy "
+        "(on CUDA, in bfloat16, if it is installed) or portable; auto takes the first where it can be used",
+    )
+    lean_layers: bool = Field(
+        default=True,
+        description="backward passes that keep less, for the layers of Llama, Qwen 2 and Qwen 3; same values",
+    )
     gradient_checkpointing: bool = False
     device: Device = "auto"
     threads: Processes = Field(default=1, description="CPU threads of each training process")

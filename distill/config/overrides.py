@@ -27,6 +27,7 @@ from distill.config.schema import (
     holds_list,
     is_mapping,
     split,
+    suggestion,
 )
 from distill.errors import ConfigError
 from distill.registry import did_you_mean, nearest
@@ -243,15 +244,3 @@ def _check_key(written: _Written, teachers: set[str], data: int) -> None:
             + ("" if unknown.path == key else f" (at {dotted(unknown.path)})"),
             fix=suggestion(unknown.path[:-1], word, unknown.known),
         ) from None
-
-
-def suggestion(parent: KeyPath, word: str, known: Sequence[str]) -> str:
-    """The nearest known key as a dotted path, or the keys that may stand there."""
-    if not known:
-        return f"{dotted(parent)} is a single value: nothing can stand below it"
-    guess = nearest(word, known)
-    return (
-        f"did you mean {dotted((*parent, guess))}?"
-        if guess
-        else f"keys of {dotted(parent) or 'a run'}: {', '.join(known)}"
-    )

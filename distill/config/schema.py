@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 
 from distill.config.models import RunConfig
+from distill.registry import nearest
 
 KeyPath = tuple[str | int, ...]
 
@@ -45,26 +47,60 @@ def members(annotation: Any) -> list[Any]:
     return [] if annotation is type(None) else [annotation]
 
 
-def _is_model(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+def _settings(annotation: Any) -> dict[str, Any] | None:
+    """Name -> what it holds, where the value is a mapping of known settings: a model, or a dataclass."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return {name: entry.annotation for name, entry in annotation.model_fields.items()}
+    if not is_dataclass(annotation):
+        return None
+    hints = get_type_hints(annotation)
+    return {field.name: hints[field.name] for field in fields(annotation)}
+
+
+def tagged(annotation: Any) -> dict[str, Any]:
+    """Name -> kind, where several kinds of settings may stand in one place and their `name` tells which it is."""
+    kinds = members(annotation)
+    if len(kinds) < 2:
+        return {}
+    names = {kind: (_settings(kind) or {}).get("name") for kind in kinds}
+    return {tag: kind for kind, name in names.items() for tag in get_args(name)}
+
+
+def without_tags(path: KeyPath, root: Any) -> KeyPath:
+    """`path` as a user has it: pydantic names the kind of settings in it wherever several may stand."""
+    kept: list[str | int] = []
+    annotation = root
+    for key in path:
+        if key not in tagged(annotation):
+            kept.append(key)
+        _, annotation, _ = _child(annotation, key)
+    return tuple(kept)
+
+
+def _is_fixed(kind: Any) -> bool:
+    """A list of a fixed length."""
+    return get_origin(kind) is tuple and get_args(kind)[-1] is not Ellipsis
 
 
 def _child(annotation: Any, key: str | int) -> tuple[bool, Any, tuple[str, ...]]:
     """(does `key` exist below a value of this kind, what it holds, the names that may stand there)."""
+    tags = tagged(annotation)
+    if key in tags:
+        return True, tags[str(key)], ()
     known: tuple[str, ...] = ()
     for kind in members(annotation):
-        if _is_model(kind):
-            fields = kind.model_fields
+        fields = _settings(kind)
+        if fields is not None:
             if key in fields:
-                return True, fields[str(key)].annotation, tuple(fields)
-            if kind.model_config.get("extra") == "allow":
+                return True, fields[str(key)], tuple(fields)
+            if issubclass(kind, BaseModel) and kind.model_config.get("extra") == "allow":
                 return True, Any, tuple(fields)
             known += tuple(fields)
         elif get_origin(kind) is dict:
             return True, get_args(kind)[1], ()
-        elif get_origin(kind) is tuple and isinstance(key, int) and key < len(get_args(kind)):
+        elif _is_fixed(kind) and isinstance(key, int) and key < len(get_args(kind)):
             return True, get_args(kind)[key], ()
-        elif (get_origin(kind) is list and isinstance(key, int)) or kind is Any:
+        elif (get_origin(kind) in (list, tuple) and isinstance(key, int) and not _is_fixed(kind)) or kind is Any:
             return True, (get_args(kind) or (Any,))[0], ()
     return False, None, known
 
@@ -87,7 +123,7 @@ def holds(annotation: Any, *kinds: type) -> bool:
 def is_mapping(annotation: Any) -> bool:
     """The value must be a mapping: of settings, or of names."""
     kinds = members(annotation)
-    return bool(kinds) and all(_is_model(kind) or get_origin(kind) is dict for kind in kinds)
+    return bool(kinds) and all(_settings(kind) is not None or get_origin(kind) is dict for kind in kinds)
 
 
 def holds_list(annotation: Any) -> bool:
@@ -95,13 +131,25 @@ def holds_list(annotation: Any) -> bool:
     return any(get_origin(kind) in (list, tuple) for kind in members(annotation))
 
 
-def known_names(path: KeyPath) -> tuple[str, ...]:
+def known_names(path: KeyPath, root: Any = RunConfig) -> tuple[str, ...]:
     """The names that may stand in the place of `path`'s last key, where the models say."""
     try:
-        annotation = annotation_at(path[:-1])
+        annotation = annotation_at(path[:-1], root)
     except UnknownKey:
         return ()
-    return tuple(name for kind in members(annotation) if _is_model(kind) for name in kind.model_fields)
+    return tuple(name for kind in members(annotation) for name in _settings(kind) or ())
+
+
+def suggestion(parent: KeyPath, word: str, known: Sequence[str]) -> str:
+    """The nearest known key as a dotted path, or the keys that may stand there."""
+    if not known:
+        return f"{dotted(parent)} is a single value: nothing can stand below it"
+    guess = nearest(word, known)
+    return (
+        f"did you mean {dotted((*parent, guess))}?"
+        if guess
+        else f"keys of {dotted(parent) or 'a run'}: {', '.join(known)}"
+    )
 
 
 def path_values(value: Any, annotation: Any = RunConfig, at: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
@@ -126,34 +174,21 @@ def describe(annotation: Any) -> str:
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Path: "a path"}
     said: list[str] = []
     for kind in members(annotation):
-        if get_origin(kind) is list:
+        if get_origin(kind) in (list, tuple) and not _is_fixed(kind):
             said.append(f"a list of {_plural(get_args(kind)[0])}")
-        elif get_origin(kind) is tuple:
+        elif _is_fixed(kind):
             said.append(f"a list of {len(get_args(kind))} {_plural(get_args(kind)[0])}")
         elif get_origin(kind) is dict:
             said.append(f"a mapping of names to {_plural(get_args(kind)[1])}")
         elif get_origin(kind) is Literal:
             said.append(f"one of {', '.join(map(str, get_args(kind)))}")
         else:
-            said.append("a mapping of settings" if _is_model(kind) else words.get(kind, str(kind)))
-    return " or ".join(said)
+            said.append("a mapping of settings" if _settings(kind) is not None else words.get(kind, str(kind)))
+    return " or ".join(dict.fromkeys(said))
 
 
 def _plural(annotation: Any) -> str:
     kind = members(annotation)[0]
-    return "settings" if _is_model(kind) else {str: "names", float: "numbers", int: "whole numbers"}.get(kind, "values")
-
-
-def json_schema() -> dict[str, Any]:
-    """JSON schema of teachers.yaml for editors. What Hydra reads before the models do is added to it."""
-    schema = RunConfig.model_json_schema()
-    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    schema["properties"] |= {
-        "defaults": {"type": "array", "description": "Hydra's defaults list; without it: [distill, _self_]"},
-        "hydra": {
-            "type": "object",
-            "properties": {"searchpath": {"type": "array", "description": "more folders with groups of settings"}},
-            "additionalProperties": False,
-        },
-    }
-    return schema
+    if _settings(kind) is not None:
+        return "settings"
+    return {str: "names", float: "numbers", int: "whole numbers"}.get(kind, "values")

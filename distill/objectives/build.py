@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
-from typing import Any, get_args, get_type_hints
-
-from pydantic import TypeAdapter, ValidationError
-
-from distill import registry
+from distill.config.explain import gather, nowhere
 from distill.config.models import ObjectiveConfig
+from distill.config.options import option_findings, read_options, settings_class
 from distill.errors import ConfigError
 from distill.protocols import Objective
 from distill.types import Signal, SignalSpec, Support
@@ -19,26 +14,14 @@ def build_objective(config: ObjectiveConfig) -> Objective:
     """The objective that `config` names, with its settings checked.
 
     Raises ConfigError for an unknown name or setting, a value of the wrong type or range, and settings that would be
-    ignored or would optimise nothing.
+    ignored or would optimise nothing. Unknown settings and wrong types are listed all at once.
     """
-    kind: Any = registry.load("objective", config.name)
-    if not (isinstance(kind, type) and is_dataclass(kind)):
-        raise ConfigError(
-            f"objective.name: {config.name!r} is not a dataclass",
-            why="the fields of an objective's class are its settings",
-            fix="give the class as 'package.module:Class' and decorate it with @dataclass(frozen=True)",
-        )
-    known = [field.name for field in fields(kind) if field.init]
-    for option in config.options:
-        if option not in known:
-            raise ConfigError(
-                f"objective.{option}: {config.name} has no such setting", fix=registry.did_you_mean(option, known)
-            )
-    _require_plain(kind, config.options)
-    try:
-        objective: Any = TypeAdapter(kind).validate_python(config.options)
-    except ValidationError as error:
-        raise _refusal(("objective",), error) from error
+    kind = settings_class(config.name)
+    findings = option_findings(kind, config.options)
+    if findings:
+        raise gather(findings, nowhere)
+    read = read_options(kind, config.options)
+    objective = kind(**{option: getattr(read, option) for option in config.options})
     if not isinstance(objective, Objective):
         raise ConfigError(
             f"objective.name: {config.name!r} does not implement Objective",
@@ -68,21 +51,3 @@ def _check_mixture(mixture: str, spec: SignalSpec) -> None:
             why="teachers that answer for tokens of their own choice do not tell one another's probabilities",
             fix="use support=student_topk, or mixture=weighted",
         )
-
-
-def _require_plain(kind: type, options: Mapping[str, Any]) -> None:
-    """Numbers and truth values are what they are written as: no text or truth value passes for a number."""
-    hints = get_type_hints(kind)
-    for option, value in options.items():
-        hint = hints[option]
-        if {hint, *get_args(hint)} & {int, float, bool} and isinstance(value, int | float | bool | str):
-            try:
-                TypeAdapter(hint).validate_python(value, strict=True)
-            except ValidationError as error:
-                raise _refusal(("objective", option), error) from error
-
-
-def _refusal(at: tuple[str, ...], error: ValidationError) -> ConfigError:
-    first = error.errors(include_url=False)[0]
-    path = ".".join([*at, *(str(part) for part in first["loc"])])
-    return ConfigError(f"{path}: {first['msg']}, got {first['input']!r}")

@@ -14,7 +14,8 @@ import torch
 from pydantic import ConfigDict
 from torch import Tensor
 
-from distill.errors import ConfigError
+from distill.errors import ConfigError, StudentError
+from distill.objectives.rows import TokenRows, first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,9 @@ class Sampled:
 class Correction(ABC):
     """Base of the methods. Frozen dataclasses; `name` chooses the class in a configuration."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
     reads_sampler: ClassVar[bool] = True
     """log mu is used, so it must be a number."""
 
@@ -89,6 +92,24 @@ class SequenceCorrection(Correction, ABC):
     def beside(self, log_ratio_N: Tensor) -> Tensor:
         """A further weight of the token's own."""
         return torch.ones_like(log_ratio_N)
+
+
+def require_bounded(loss_N: Tensor, weight_N: Tensor, tokens: Sampled, rows: TokenRows) -> None:
+    """Raises StudentError, naming the row, for a loss that is no number because its weight is too large."""
+    bad_N = ~loss_N.detach().isfinite() & (weight_N > 1)  # log p and A are finite there
+    if not bool(bad_N.any()):
+        return
+    row = first(bad_N)
+    place = rows.describe(row)
+    log_p, log_mu = float(tokens.log_p_N[row]), float(tokens.behaviour_logp_N[row])
+    raise StudentError(
+        f"{place}: the importance weight p/mu of the sampled token overflows: log p is {log_p:.4g} and log mu "
+        f"{log_mu:.4g}, so the log ratio is {log_p - log_mu:.4g}",
+        why="the objective's correction puts no bound on the weight, and this one leaves no finite loss",
+        fix="use one that does: objective.importance=tis caps it, icepop leaves the token out; a ratio like this says "
+        "that another distribution sampled the token: compare rollout.temperature, top_p and trainer.max_staleness",
+        **place.blame,
+    )
 
 
 def require_band(kind: str, low: float, high: float) -> None:

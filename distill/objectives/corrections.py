@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import torch
 from pydantic import BeforeValidator, Field
@@ -333,34 +333,39 @@ class DecoupledPPO(Correction):
 def _by_name(value: Any) -> Any:
     if isinstance(value, str):
         return {"name": value}
-    if isinstance(value, dict) and "name" not in value:
-        raise PydanticCustomError("no_name", "the settings of a correction need its name beside them")
+    if not isinstance(value, dict) or "name" not in value:
+        raise PydanticCustomError("no_name", "a name, or a mapping of `name` and settings")
     return value
 
 
-Importance = Annotated[
-    Annotated[
-        NoCorrection
-        | ImportanceSampling
-        | TruncatedImportanceSampling
-        | Clamp
-        | SAO
-        | IcePop
-        | IcePopPPO
-        | SequenceGeometricMask
-        | SequenceGeometricMaskTIS
-        | SequenceGeometricTruncation
-        | ProbabilityDifference
-        | ProbabilityDifferenceOneSided
-        | DecoupledPPO,
-        Field(discriminator="name"),
-    ],
-    BeforeValidator(_by_name),
+_ByName = Annotated[
+    NoCorrection
+    | ImportanceSampling
+    | TruncatedImportanceSampling
+    | Clamp
+    | SAO
+    | IcePop
+    | IcePopPPO
+    | SequenceGeometricMask
+    | SequenceGeometricMaskTIS
+    | SequenceGeometricTruncation
+    | ProbabilityDifference
+    | ProbabilityDifferenceOneSided
+    | DecoupledPPO,
+    Field(discriminator="name"),
 ]
+_WeightByName = Annotated[NoCorrection | TruncatedImportanceSampling | Clamp | IcePop, Field(discriminator="name")]
+
+
+def _names(union: Any) -> Any:
+    """The names of a union of corrections, as a type."""
+    return Literal[tuple(kind.name for kind in get_args(get_args(union)[0]))]
+
+
+Importance = Annotated[_ByName, BeforeValidator(_by_name, json_schema_input_type=_names(_ByName) | _ByName)]
 """A correction in a configuration: its name alone, or a mapping of `name` and its settings."""
 
 WeightOnly = Annotated[
-    Annotated[NoCorrection | TruncatedImportanceSampling | Clamp | IcePop, Field(discriminator="name")],
-    BeforeValidator(_by_name),
+    _WeightByName, BeforeValidator(_by_name, json_schema_input_type=_names(_WeightByName) | _WeightByName)
 ]
 """One of those that only weigh tokens, for losses that are no policy gradient."""

@@ -45,12 +45,12 @@ SUPPORTS = ("full", *(support.value for support in Support))
 class _Divergence(ABC):
     """What the divergences share: where the two distributions are compared."""
 
-    support: str = "full"
+    support: Literal["full", "teacher_topk", "student_topk", "union"] = "full"
     """full: the whole vocabulary. teacher_topk: the teacher's k most probable tokens. student_topk: those of the
     weights that wrote the sample. union: both, each token once."""
     k: int = 0
     """Most probable tokens of each model in the support; only with a support other than full."""
-    form: str = "tail"
+    form: Literal["tail", "renormalised", "truncated", "corrected"] = "tail"
     """What becomes of the tokens outside of a top-k support.
 
     tail: one more outcome with all their mass; a divergence of k+1 outcomes, a lower bound of the full one, 0 with no
@@ -241,6 +241,7 @@ class JSD(_Smoothed):
     """
 
     beta: float = 0.5
+    """The teacher's share of the mixture; 0 is KL(q || p), 1 is KL(p || q)."""
     scaled: bool = False
     """Divide by beta (1 - beta). The plain value fades towards both ends and jumps to a KL there; the scaled one runs
     continuously from KL(q || p) to KL(p || q), and so does the gradient's size."""
@@ -284,6 +285,7 @@ class SkewKL(_Divergence):
     alpha: float = 0.1
     """Share of the distribution on the left in the mixture; 0.1 is DistiLLM's choice. 0 is the plain KL."""
     direction: Literal["forward", "reverse"] = "forward"
+    """forward: KL(q || a q + (1 - a) p). reverse: KL(p || (1 - a) q + a p)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -318,7 +320,8 @@ class SkewKL(_Divergence):
 
 @dataclass(frozen=True, kw_only=True)
 class TotalVariation(_Divergence):
-    """TV(p, q) = sum_v |p - q| / 2, at most 1. The gradient sees only which of the two is larger, not by how much.
+    """TV(p, q) = sum_v |p - q| / 2, at most 1. The gradient sees only which of the two is larger, not by how much, and
+    is 0 where they are equal up to rounding.
 
     Source: f-distill, arXiv 2307.15190.
     """
@@ -328,4 +331,4 @@ class TotalVariation(_Divergence):
 
     @property
     def _formula(self) -> Formula:
-        return formulas.total_variation
+        return partial(formulas.total_variation, has_rest=self.support != "full" and self.form == "tail")

@@ -20,6 +20,9 @@ from torch import Tensor
 
 OVERFLOW_GUARD = 60.0
 """log(q/p) up to which exp is taken: e^60 fits float32, and 1 is far below its rounding error."""
+ROUNDING_UNITS = 64.0
+"""Units of rounding, each of size 1 + |log q|, up to which two computed log-probabilities may mean the same number.
+Twice the largest error that was seen: in float32, 33 for the log-softmax of 256 000 logits around 20."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +99,24 @@ def skew_reverse_kl(pair: Pair, *, alpha: float) -> tuple[Tensor, Tensor]:
     return value, (log_pm - log_pm.expm1().mul_(alpha)).mul_(pair.p)
 
 
-def total_variation(pair: Pair) -> tuple[Tensor, Tensor]:
-    """sum |p - q| / 2;  u = p sign(p - q) / 2, which is 0 where p = q and there is no derivative."""
-    gap = pair.p - pair.q
-    return gap.abs().sum(-1).div_(2.0), gap.sign_().mul_(pair.p).div_(2.0)
+def total_variation(pair: Pair, *, has_rest: bool) -> tuple[Tensor, Tensor]:
+    """sum |p - q| / 2;  u = p sign(p - q) / 2, which is 0 where p = q and there is no derivative.
+
+    p and q count as equal where they differ by no more than rounding may have made of one number: else the sign of
+    that noise would pull at a student that has arrived. `has_rest`: the last column is what the others leave of 1,
+    so that the errors of all of them may meet in it.
+    """
+    gap, noise = pair.p - pair.q, _noise(pair)
+    if has_rest:
+        noise[..., -1] = noise.sum(-1)
+    distance = gap.abs()
+    return distance.sum(-1).div_(2.0), gap.sign_().mul_(pair.p).div_(2.0).masked_fill_(distance <= noise, 0.0)
+
+
+def _noise(pair: Pair) -> Tensor:
+    """How far rounding may have moved q: q times ROUNDING_UNITS of log q."""
+    limits = torch.finfo(pair.q.dtype)
+    return (1.0 - pair.log_q.clamp(min=limits.min)).mul_(pair.q).mul_(ROUNDING_UNITS * limits.eps)
 
 
 def truncated_reverse_kl(pair: Pair) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from distill.objectives.gemm import by_onednn, product
+
 LogitsTransform = Callable[[Tensor], Tensor]
 """What a model does to its logits after the head, element by element: a scale, a soft cap."""
+
+
+@dataclass(frozen=True)
+class ScaledAndCapped:
+    """cap * tanh(scale * logits / cap), or scale * logits without a cap."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.cap is None:
+            return logits * self.scale
+        return self.cap * torch.tanh(logits * (self.scale / self.cap))
+
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -31,7 +47,7 @@ def gemm_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 def matmul_wide(a: Tensor, b: Tensor) -> Tensor:
     """a @ b, in float32 for half precision inputs. CUDA never rounds the sums to half; the CPU's GEMM does, once."""
     if a.dtype not in HALF:
-        return a @ b
+        return product(a, b)
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
     return (a @ b).float()
@@ -96,7 +112,7 @@ class HeadGradients:
         vocab_size = self._head.weight_VD.shape[0]
         if self._bias_V is not None:
             self._bias_V[:vocab_size] += grad_CV.sum(0)
-        if self._head.weight_VD.dtype in HALF:
+        if self._head.weight_VD.dtype in HALF or by_onednn(grad_CV):
             self._add_in_blocks(rows, hidden_CD, grad_CV)
             return
         if self._hidden_ND is not None:
@@ -112,7 +128,7 @@ class HeadGradients:
         total_CD = torch.zeros_like(hidden_CD, dtype=grad_CV.dtype)
         for start in range(0, weight_VD.shape[0], VOCABULARY_BLOCK):
             block = slice(start, min(start + VOCABULARY_BLOCK, weight_VD.shape[0]))
-            grad_CB = grad_CV[:, block].to(dtype)
+            grad_CB = grad_CV[:, block].to(dtype).contiguous()
             if self._hidden_ND is not None:
                 total_CD += matmul_wide(grad_CB, weight_VD[block].to(dtype))
             if self._weight_VD is not None:

@@ -113,6 +113,25 @@ def head_loss(
     return loss, job.metrics
 
 
+def sampled_loss(
+    logp_N: Tensor, parts: Sequence[TeacherPart], objective: Objective, *, combine: Combine | None = None
+) -> tuple[Tensor, Metrics]:
+    """What `head_loss` returns, from the student's log p of the sampled tokens alone; differentiable in `logp_N`.
+
+    For objectives whose contract says `reads_sampled_only`. Raises what the objective raises.
+    """
+    assert objective.contract.reads_sampled_only, f"{type(objective).__name__} reads logits"
+    turns = _Turns(parts, objective, combine)
+    # of no rows: it ties the result to log p where no teacher scored anything
+    loss = logp_N[:0].sum(dtype=torch.float64)
+    for chunk in _chunks(parts, len(logp_N), max(1, len(logp_N))):
+        logp_C = logp_N[chunk.rows]
+        no_logits_C0 = logp_C.new_empty(len(logp_C), 0)
+        for members in turns.of(chunk):
+            loss = loss + turns.value(members, no_logits_C0, logp_C)
+    return loss.to(logp_N.dtype), turns.metrics
+
+
 @torch.no_grad()
 def sampled_logp(
     hidden_ND: Tensor,
@@ -188,12 +207,12 @@ class _Job:
         dtype = gemm_dtype(hidden_ND, weight_VD)
         self.head = Head.of(weight_VD, bias_V, logits_transform, vocab_size=vocab_size, dtype=dtype)
         self._hidden_ND = hidden_ND.detach()
-        self._objective = objective
-        self._combine = combine
-        self._parts = parts
+        self._turns = _Turns(parts, objective, combine)
         self._chunks = list(_chunks(parts, len(hidden_ND), chunk_tokens))
-        self.metrics: Metrics = {part.teacher: {} for part in parts}
-        assert len(self.metrics) == len(parts), "each teacher has one part"
+
+    @property
+    def metrics(self) -> Metrics:
+        return self._turns.metrics
 
     def run(self, gradients: HeadGradients | None) -> Tensor:
         """The loss, a scalar in the logits' dtype. Adds dL to `gradients`, where given."""
@@ -213,8 +232,7 @@ class _Job:
             raw_CV.requires_grad_(wanted)
             logits_CV = raw_CV if self.head.transform is None else self.head.transform(raw_CV)
         loss, total_CV = raw_CV.new_zeros(()), None
-        turns = [chunk.members] if self._combine is not None else [(member,) for member in chunk.members]
-        for members in turns:
+        for members in self._turns.of(chunk):
             value, grad_CV = self._turn(members, logits_CV.detach().requires_grad_(wanted))
             loss += value
             if grad_CV is not None:
@@ -226,24 +244,45 @@ class _Job:
         return loss
 
     def _turn(self, members: Sequence[_Member], logits_CV: Tensor) -> tuple[Tensor, Tensor | None]:
-        """sum of weight * loss of the chunk's rows of one teacher, or of all of its teachers combined; dL/dlogits."""
-        rows, weights_C = self._rows(members, logits_CV)
+        """The value of one turn, and dL/dlogits."""
         with torch.set_grad_enabled(logits_CV.requires_grad):
-            loss_C, metrics = self._objective(rows)
-            value = (weights_C * loss_C).sum()
-        for member in members:
-            self._note(member, metrics)
+            value = self._turns.value(members, logits_CV)
         if not logits_CV.requires_grad:
             return value, None
         (grad_CV,) = torch.autograd.grad(value, logits_CV)
         return value.detach(), grad_CV
 
-    def _rows(self, members: Sequence[_Member], logits_CV: Tensor) -> tuple[TokenRows, Tensor]:
+
+class _Turns:
+    """The objective put to the teachers of each chunk in turn, and the metrics that come out on the way."""
+
+    def __init__(self, parts: Sequence[TeacherPart], objective: Objective, combine: Combine | None) -> None:
+        self._parts = parts
+        self._objective = objective
+        self._combine = combine
+        self.metrics: Metrics = {part.teacher: {} for part in parts}
+        assert len(self.metrics) == len(parts), "each teacher has one part"
+
+    def of(self, chunk: _Chunk) -> Sequence[tuple[_Member, ...]]:
+        """Its teachers one by one, or all of them at once where they are combined."""
+        return [chunk.members] if self._combine is not None else [(member,) for member in chunk.members]
+
+    def value(self, members: Sequence[_Member], logits_CV: Tensor, logp_C: Tensor | None = None) -> Tensor:
+        """sum of weight * loss of the chunk's rows of one teacher, or of all of its teachers combined. `logp_C`: log p
+        of the sampled tokens, where the logits are (C, 0)."""
+        with torch.no_grad():  # what the teachers say is constant
+            rows, weights_C = self._rows(members, logits_CV, logp_C)
+        loss_C, metrics = self._objective(rows)
+        for member in members:
+            self._note(member, metrics)
+        return (weights_C * loss_C).sum()
+
+    def _rows(self, members: Sequence[_Member], logits_CV: Tensor, logp_C: Tensor | None) -> tuple[TokenRows, Tensor]:
         rows: list[TokenRows] = []
         weights: list[Tensor] = []
         for member in members:
             part = self._parts[member.part]
-            its_rows = part.rows.cut(member.keep, logits_CV)
+            its_rows = replace(part.rows.cut(member.keep, logits_CV), student_logp_N=logp_C)
             if part.full is not None:
                 its_rows = replace(its_rows, full_logp_NV=part.full.logp(member.keep, logits_CV))
             rows.append(its_rows)

@@ -6,13 +6,14 @@ Legend: N response tokens, V common vocabulary. p student, q teacher, mu the dis
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
 from torch import Tensor
 
 from distill.errors import ConfigError
 from distill.objectives import advantages
-from distill.objectives.correction import Sampled, SequenceCorrection
+from distill.objectives.correction import Sampled, SequenceCorrection, require_bounded
 from distill.objectives.corrections import DEFAULT, Importance
 from distill.objectives.rows import TokenRows, refuse_ignored, require_finite, require_teacher
 from distill.objectives.sampled import (
@@ -38,7 +39,7 @@ class PolicyGradient:
     (arXiv 2601.02780) and MOPD (arXiv 2606.30406).
     """
 
-    estimator: str = "k1"
+    estimator: Annotated[str, Field(json_schema_extra={"enum": list(ESTIMATORS)})] = "k1"
     """A = -k of the token: k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d, d = log p - log q. Only k1 has the gradient of a
     KL; the other two are what some engines subtract from an advantage, and optimise neither direction."""
     reference: Literal["student", "sampler"] = "student"
@@ -96,6 +97,7 @@ class PolicyGradient:
             depends_on_action=True,
             source="arXiv 2601.02780; arXiv 2606.30406",
             couples_tokens=self._sums or isinstance(self.importance, SequenceCorrection),
+            reads_sampled_only=True,
         )
 
     @property
@@ -189,5 +191,6 @@ class PolicyGradient:
             gate_N=gate_N,
         )
         loss_N, weight_N = self.importance(sampled)
+        require_bounded(loss_N, weight_N, sampled, rows)
         require_finite(loss_N, rows, log_q_N)
         return loss_N, {"kl": k1(current_N, log_q_N), **weight_metrics(weight_N, sampled.log_ratio)}

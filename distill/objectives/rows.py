@@ -55,13 +55,16 @@ class TokenRows:
     """
 
     student_logits_NV: Tensor
-    """Raw logits, the only member with a gradient. Results have its dtype, or float32 for half precision."""
+    """Raw logits. Results have its dtype, or float32 for half precision. Only it, or `student_logp_N`, has a gradient.
+    """
     tokens_N: Tensor
     """int64: the sampled tokens."""
     behaviour_logp_N: Tensor
     """log mu of the sampled tokens: of the distribution, temperature included, that sampled them."""
     teacher_logp_N: Tensor
     """log q of the sampled tokens."""
+    student_logp_N: Tensor | None = None
+    """log p of the sampled tokens, where it was computed without logits, which then are (N, 0)."""
     topk_ids_NK: Tensor | None = None
     """int64, no id twice in a row; -1 in slots that are not used."""
     topk_logp_NK: Tensor | None = None
@@ -158,13 +161,8 @@ def require_finite(loss_N: Tensor, rows: TokenRows, teacher: Tensor) -> None:
 
 def _broken_row(rows: TokenRows, row: int, teacher: Tensor) -> DistillError:
     where = rows.describe(row)
-    student_V = rows.student_logits_NV[row].detach()
-    if bool(student_V.isnan().any()) or bool((student_V == torch.inf).any()) or bool((student_V == -torch.inf).all()):
-        return StudentError(
-            f"{where}: the student's logits hold NaN or infinity",
-            why="the step is not applied, so the last saved weights are good",
-            fix="lower student.lr or student.max_grad_norm, or use student.dtype=float32",
-        )
+    if _has_broken_logits(rows, row):
+        return broken_logits(where)
     if not bool(rows.behaviour_logp_N[row].isfinite()):
         return StudentError(
             f"{where}: the log-probability of the sampled token is {float(rows.behaviour_logp_N[row])}",
@@ -183,6 +181,25 @@ def _broken_row(rows: TokenRows, row: int, teacher: Tensor) -> DistillError:
         why="the divergence is infinite there, and is not clamped",
         fix="use jsd or reverse_kl, or lower student.lr",
         **where.blame,
+    )
+
+
+def broken_logits(where: Place, more: str = "") -> StudentError:
+    """The error for a student that gives no probabilities at all; `more` goes on with the sentence."""
+    return StudentError(
+        f"{where}: the student's logits hold NaN or infinity{more}",
+        why="nothing can be learnt from such numbers, and no weight has changed because of them",
+        fix="lower student.lr or student.max_grad_norm, or use student.dtype=float32; before the first step, check the "
+        "weights of student.model",
+    )
+
+
+def _has_broken_logits(rows: TokenRows, row: int) -> bool:
+    if rows.student_logp_N is not None:
+        return bool(rows.student_logp_N[row].isnan())
+    student_V = rows.student_logits_NV[row].detach()
+    return (
+        bool(student_V.isnan().any()) or bool((student_V == torch.inf).any()) or bool((student_V == -torch.inf).all())
     )
 
 

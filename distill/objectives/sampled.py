@@ -10,11 +10,14 @@ from torch import Tensor
 
 from distill.errors import ConfigError, StudentError, TeacherError
 from distill.objectives.fused import compute_dtype, logp_at
-from distill.objectives.rows import LOGP_SLACK, TokenRows, first
+from distill.objectives.rows import LOGP_SLACK, TokenRows, broken_logits, first
 
 
 def token_logp(rows: TokenRows) -> Tensor:
-    """log p(y) (N,), differentiable in the logits; no other tensor of size (N, V) than the gradient."""
+    """log p(y) (N,), differentiable in the logits; no other tensor of size (N, V) than the gradient. What the rows
+    have already is not computed again."""
+    if rows.student_logp_N is not None:
+        return rows.student_logp_N
     return logp_at(rows.student_logits_NV, rows.tokens_N[:, None])[:, 0]
 
 
@@ -75,11 +78,7 @@ def require_advantage(advantage_N: Tensor, rows: TokenRows, current_N: Tensor, l
     row = first(~good_N)
     where = rows.describe(row)
     if not bool(current_N[row].isfinite()):
-        raise StudentError(
-            f"{where}: the student's logits hold NaN or infinity, and log p of the token is {float(current_N[row])}",
-            why="the step is not applied, so the last saved weights are good",
-            fix="lower student.lr or student.max_grad_norm, or use student.dtype=float32",
-        )
+        raise broken_logits(where, f", and log p of the token is {float(current_N[row])}")
     if float(log_q_N[row]) == -torch.inf:
         raise TeacherError(
             f"{where}: the teacher gives probability 0 to the sampled token",

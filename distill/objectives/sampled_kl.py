@@ -6,7 +6,9 @@ Legend: N response tokens. p student, q teacher, mu the distribution that sample
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from pydantic import Field
 from torch import Tensor
 
 from distill.errors import ConfigError
@@ -30,7 +32,7 @@ class SampledKL:
     KL Divergence (2020), for the values; the gradients follow from E_p[d log p] = 0.
     """
 
-    estimator: str = "k2"
+    estimator: Annotated[str, Field(json_schema_extra={"enum": list(CLAIMS)})] = "k2"
     """k2 | k3 | k3_value_k2_gradient: the value of k3, which is unbiased, with the gradient of k2."""
     importance: WeightOnly = DEFAULT
     """none | tis | clamp | icepop, as in `policy_gradient`: the weight w."""
@@ -58,6 +60,7 @@ class SampledKL:
             optimises=f"{CLAIMS[self.estimator]} in expectation over sampled tokens{f', {note}' if note else ''}",
             depends_on_action=True,
             source="Schulman, Approximating KL Divergence (2020)",
+            reads_sampled_only=True,
         )
 
     def __call__(self, rows: TokenRows) -> tuple[Tensor, dict[str, Tensor]]:

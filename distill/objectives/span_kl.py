@@ -55,6 +55,7 @@ class SpanKL:
             source="byte-offset spans of TRL's GOLD; k2 of Schulman, Approximating KL Divergence (2020)",
             couples_tokens=True,
             reads_spans=True,
+            reads_sampled_only=True,
         )
 
     def condition(self, rows: TokenRows, student_logp_N: Tensor) -> TokenRows:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -169,13 +171,25 @@ class Observer:
         self._progress.step(history.last)
 
     def evaluation(self, record: EvalRecord) -> None:
-        """An evaluation of base, student or a teacher on one domain was done."""
+        """An evaluation of base, student or a teacher on one domain was done. A KL that is not finite is told, and left
+        out."""
+        if record.kl is not None and not math.isfinite(record.kl):
+            self.event(
+                "warning",
+                f"evaluation at step {record.step}, domain {record.domain}: the KL of {record.who} to its teacher is "
+                f"{record.kl}, so one of them gives probability 0 to what the other may write; it is left out",
+            )
+            record = replace(record, kl=None)
         self._history.evals.append(record)
         own = record.who in ("base", "student")
         accuracy = f"eval/accuracy/{record.domain}" if own else f"eval/teacher_accuracy/{record.who}/{record.domain}"
         values = {accuracy: record.accuracy, f"eval/kl/{record.domain}": record.kl}
         self._write(record.step, {name: value for name, value in values.items() if value is not None})
         self._progress.evaluation(record)
+
+    def swapped(self, counts: Mapping[str, int], /) -> None:
+        """Each teacher was loaded so many times since this process began, steps or not."""
+        self._history.count_swaps(counts)
 
     def quarantined(self, counts: Mapping[str, int], /) -> None:
         """So many samples of the whole run were set aside, by the teacher at fault ("": no teacher)."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from distill.config import DataConfig, RunConfig
 from distill.errors import ConfigError
+from distill.registry import did_you_mean
 from distill.rollout.prompts import PromptRow, PromptStream, encode, read_rows
 from distill.types import Ids, Prompt
 
@@ -42,6 +43,8 @@ def load_prompts(config: RunConfig, tokenizer: Any, context_length: int, tightes
             why="a teacher that is never asked would be ignored",
             fix="name it in a data entry's `teachers`, in a column `teacher` or as a domain; or remove it",
         )
+    _check_mixture(config, rows)
+    _check_domain_weights(config, rows)
     stream = PromptStream(rows, encoded, config.run.seed, config.rollout.epochs)
     _check_steps(config, stream)
     held_out, further = _held_out(config, rows, tokenizer, context_length, tightest)
@@ -56,6 +59,35 @@ def _check_outcomes(rows: Sequence[PromptRow], grader: str) -> None:
             f"{without[0].place}: no answer, as in {len(without)} of {len(rows)} prompts, and objective.outcome is set",
             why=f"the grader {grader} gives each sample its reward by the answer of its prompt",
             fix="name the column in the data entry's `answer_field`, fill it, or remove objective.outcome",
+        )
+
+
+def _check_mixture(config: RunConfig, rows: Sequence[PromptRow]) -> None:
+    mixture = config.objective.mixture
+    if mixture != "weighted" and all(len(row.teachers) == 1 for row in rows):
+        raise ConfigError(
+            f"objective.mixture: {mixture} has no effect: each of the {len(rows)} prompts has a single teacher",
+            why="a setting that is ignored is a mistake",
+            fix="name several `teachers` in an entry of data or several in a row's `teacher`, or remove it",
+        )
+
+
+def _check_domain_weights(config: RunConfig, rows: Sequence[PromptRow]) -> None:
+    """The rows may name domains of which the configuration knows nothing."""
+    weights = config.objective.domain_weights
+    if weights is None:
+        return
+    domains = {row.domain: row for row in reversed(rows)}
+    unknown = [name for name in weights if name not in domains]
+    if unknown:
+        raise ConfigError(
+            f"objective.domain_weights.{unknown[0]}: no prompt has this domain", fix=did_you_mean(unknown[0], domains)
+        )
+    without = [name for name in domains if name not in weights]
+    if without:
+        raise ConfigError(
+            f"objective.domain_weights: there is none for the domain {without[0]!r} of {domains[without[0]].place}",
+            fix="give it one; 0 leaves it out",
         )
 
 

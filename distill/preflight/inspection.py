@@ -14,7 +14,7 @@ from distill.preflight.data import Prompts, load_prompts, prompts_needed
 from distill.preflight.folder import ModelFolder, existing_folder, inspect_folder, read_json
 from distill.preflight.foreign import check_alignment, make_translations
 from distill.preflight.parts import check_parts
-from distill.preflight.programs import check_programs
+from distill.preflight.programs import check_loss_kernel, check_programs
 from distill.preflight.vocabulary import (
     Vocabularies,
     Vocabulary,
@@ -105,6 +105,8 @@ def inspect(config: RunConfig) -> Preflight:
     notes += [note for model, size in heads(models, vocabularies) if (note := check_rows(model, size))]
     prompts = inspect_prompts(config, models, vocabulary)
     objective = inspect_objective(config, vocabularies)
+    note = check_loss_kernel(config, objective)
+    notes += [note] if note else []
     translations = make_translations(config, models, vocabularies, prompts)
     needed = machine.check_disk(config, models.student.parameters)
     machine.check_ports(config)
@@ -125,8 +127,9 @@ def inspect(config: RunConfig) -> Preflight:
 
 def inspect_early(config: RunConfig) -> list[str]:
     """What can be told before a recipe has made its models and prompts. Returns notes; raises as `inspect` does."""
-    foresee(config)
     check_parts(config)
+    build_objective(config.objective)
+    foresee(config)
     note = check_programs(config)
     return [note] if note else []
 

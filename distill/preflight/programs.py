@@ -6,10 +6,13 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import lru_cache
 
 from distill.config import RunConfig
 from distill.errors import ConfigError, EnvironmentFault, MissingDependency
+from distill.objectives import kernels
+from distill.protocols import Objective
 
 _PROBE_TIMEOUT_S = 120.0
 """torch has been seen to take half a minute from a cold network disk."""
@@ -51,6 +54,30 @@ def _check_ranks(config: RunConfig) -> None:
             why="each rank trains on a device of its own",
             fix=f"set student.ranks to {max(there, 1)} or less, student.device=cpu, or ray_address for more machines",
         )
+
+
+def check_loss_kernel(config: RunConfig, objective: Objective) -> str:
+    """A note where log p of the sampled tokens will come from a kernel that is not ours, else an empty text.
+
+    Raises as `kernels.choose` does; the student, which also knows its model, asks it again when it starts.
+    """
+    student = config.student
+    if student.backend != "hf":
+        return ""
+    head = kernels.Head(device=None, dtype=student.dtype, sampled_only=objective.contract.reads_sampled_only)
+    # torch is asked about devices only where the answer can change anything
+    if not kernels.choose(student.loss_kernel, head, kernels.why_absent).kernel or config.ray_address is not None:
+        return ""
+    head = replace(head, device=_device_type(student.device))
+    if not kernels.choose(student.loss_kernel, head, kernels.why_absent).kernel:
+        return ""
+    return f"{kernels.KEY}: cut-cross-entropy's kernel computes log p of the sampled tokens, if this release of it can"
+
+
+def _device_type(device: str) -> str:
+    if device != "auto":
+        return device.partition(":")[0]
+    return "cuda" if int(_ask("student.device", sys.executable, _COUNT_GPUS)) else "cpu"
 
 
 def _interpreter(config: RunConfig) -> str:

@@ -187,6 +187,13 @@ def _teachers(
         weights = {str(name): weight for name, weight in named.items() if weight is not None}
     else:
         listed: list[Any] = [named] if isinstance(named, str) else list(named) if isinstance(named, list) else []
+        twice = next((name for index, name in enumerate(listed) if name in listed[:index]), None)
+        if twice is not None:
+            raise ConfigError(
+                f"{place}: {twice!r} is named twice",
+                why="a teacher scores a sample once",
+                fix=f'name it once, or give it another weight: {{"{twice}": 2.0}}',
+            )
         weights = {str(name): teachers[name].weight if name in teachers else 1.0 for name in listed}
     if not weights:
         raise ConfigError(

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import aiohttp
 import msgspec
@@ -140,10 +140,12 @@ class ServerClient:
         status, _, reply = await self._call("POST", "/update_weights_from_disk", body, self._timeout_s)
         answer = _as_object(reply)
         if status != 200 or answer.get("success") is not True:
+            said = _said(reply)
             raise TeacherError(
-                f"{self.label} did not load {path}: {_message_of(reply) or f'HTTP {status}'}",
-                why="the weights of the server are unknown after an update that failed",
-                fix="check that the folder is complete and of the architecture that the server was started with",
+                f"{self.label} did not load {path}: {said.message or f'HTTP {status}'}",
+                why=said.why or "the weights of the server are unknown after an update that failed",
+                fix=said.fix
+                or "check that the folder is complete and of the architecture that the server was started with",
             )
 
     async def checksums(self) -> dict[str, str]:
@@ -266,9 +268,11 @@ class ServerClient:
         return kind, reply
 
     def _raise_status(self, path: str, status: int, reply: bytes) -> NoReturn:
+        said = _said(reply)
         raise ServerError(
-            f"{self.label} answered {path} with HTTP {status}: {_message_of(reply) or 'no message'}",
-            fix="the server's log says more" if status >= 500 else "",
+            f"{self.label} answered {path} with HTTP {status}: {said.message or 'no message'}",
+            why=said.why,
+            fix=said.fix or ("the server's log says more" if status >= 500 else ""),
         )
 
     async def _call(
@@ -328,10 +332,23 @@ def _as_object(reply: bytes) -> dict[str, Any]:
     return decoded if isinstance(decoded, dict) else {}
 
 
-def _message_of(reply: bytes) -> str:
-    """What a refusal says: {"error": {"message"}}, {"message"}, {"detail"}, or the text itself."""
+class _Said(NamedTuple):
+    """What a server says of an error. Only the embedded one has reasons and remedies."""
+
+    message: str
+    why: str
+    fix: str
+
+
+def _said(reply: bytes) -> _Said:
+    """Read {"error": {"message"}}, {"error"}, {"message"}, {"detail"}, or the text itself; "why" and "fix" beside."""
     answer = _as_object(reply)
     error = answer.get("error")
-    message: Any = error.get("message") if isinstance(error, dict) else error
-    message = message or answer.get("message") or answer.get("detail")
-    return str(message or reply[:500].decode("utf-8", "replace")).strip()
+    told: dict[str, Any] = error if isinstance(error, dict) else answer
+    text = error if isinstance(error, str) else ""
+    message = told.get("message") or text or answer.get("message") or answer.get("detail")
+    return _Said(
+        str(message or reply[:500].decode("utf-8", "replace")).strip(),
+        str(told.get("why") or ""),
+        str(told.get("fix") or ""),
+    )

@@ -67,6 +67,11 @@ class _Work:
     doubted: bool = False
     """Its own scores were refused once."""
 
+    @property
+    def name(self) -> str:
+        """For a message."""
+        return f"a call of {len(self.prompts)} prompts to answer" if self.prompts else self.job.sample
+
 
 class TeacherManager:
     """Implements `TeacherBackend` over N teachers and M slots."""
@@ -337,7 +342,7 @@ class TeacherManager:
             if work.tries < self._config.max_tries:
                 continue
             failure = TeacherError(
-                f"teacher {work.job.teacher}: {work.job.sample} failed {work.tries} times, last: {error.what}",
+                f"teacher {work.job.teacher}: {work.name} failed {work.tries} times, last: {error.what}",
                 why=error.why or "its server keeps failing",
                 fix=error.fix or "look at logs/ in the run's folder",
             )

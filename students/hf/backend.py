@@ -14,19 +14,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from distill.config.models import LoraConfig, ObjectiveConfig, StudentConfig
 from distill.errors import ConfigError, DistillError, StudentError
+from distill.objectives import kernels
 from distill.protocols import Objective, WeightShard
 from distill.types import Batch, Signal, StepResult
 from students.hf import checkpoint, lora, packed_attention
 from students.hf.batching import Lesson, MicroBatch, split
 from students.hf.head import HeadInput, ReplacedHead, require_known_logits
+from students.hf.lean_layers import lean
 from students.hf.learning import HeadJob, Tally, lessons_of
 from students.hf.model import (
+    checkpoint_activations,
     copy_tokenizer,
     embedding_names,
     load_model,
@@ -57,6 +61,7 @@ class _Trained:
     optimizer: torch.optim.Optimizer
     average: Average | None
     names: WeightNames
+    why_plain: str | None
     why_padded: str | None
 
     @property
@@ -112,23 +117,33 @@ class HFStudent:
             lora.adapt(model, config.lora)
         head = ReplacedHead(model)
         require_known_logits(model, head, self._vocab_size)
+        # whatever the objective turns out to be
+        kernels.choose(config.loss_kernel, self._kernel_head(head, sampled_only=True), kernels.why_unusable)
+        why_plain = "student.lean_layers is false"
+        if config.lean_layers:
+            why_plain = lean(model, self._vocab_size)
         why_padded = "student.packing is false"
         if config.packing:
             why_padded = packed_attention.pack(model, self._vocab_size)
         model.train()
         if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            checkpoint_activations(model)
         self._parallel.spread(model, low_precision=low_precision)
         parameters = Parameters(model, keep_all=config.lora is not None or low_precision)
         optimizer = build_optimizer(parameters.named, config, embeddings=embedding_names(model))
         average = None if config.ema_decay is None else Average(parameters, config.ema_decay)
         # published, exported: what the student computes with
         names = WeightNames(model, model_state(model), torch.bfloat16 if low_precision else None)
-        return _Trained(model, head, parameters, optimizer, average, names, why_padded)
+        return _Trained(model, head, parameters, optimizer, average, names, why_plain, why_padded)
 
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def why_plain(self) -> str | None:
+        """Why the model's layers are its own and not the lean ones; None where they are lean."""
+        return self._trained.why_plain
 
     @property
     def why_padded(self) -> str | None:
@@ -180,7 +195,7 @@ class HFStudent:
 
     def _learn(self, lessons: list[Lesson], batch: Batch, objective: Objective) -> Tally:
         """Forward and backward over this rank's lessons."""
-        job = HeadJob(objective, self._vocab_size, self._config.head_chunk_tokens, self._rules.mixture)
+        job = self._head_job(objective, self._rules.mixture)
         tally = Tally()
 
         def work(micro: MicroBatch, at: HeadInput) -> Tensor:
@@ -191,6 +206,26 @@ class HFStudent:
         for loss in self._passes(lessons, batch, work):
             loss.backward()
         return tally
+
+    def _head_job(self, objective: Objective, mixture: str) -> HeadJob:
+        kernel = self.loss_kernel(objective).kernel
+        return HeadJob(objective, self._vocab_size, self._config.head_chunk_tokens, mixture, kernel)
+
+    def loss_kernel(self, objective: Objective) -> kernels.Choice:
+        """What computes the head's loss under `objective`. Raises as `kernels.choose` does."""
+        head = self._kernel_head(self._trained.head, sampled_only=objective.contract.reads_sampled_only)
+        return kernels.choose(self._config.loss_kernel, head, kernels.why_unusable)
+
+    def _kernel_head(self, head: ReplacedHead, *, sampled_only: bool) -> kernels.Head:
+        on_gpu = self._device.type == "cuda"
+        return kernels.Head(
+            device=self._device.type,
+            dtype=self._config.dtype,
+            sampled_only=sampled_only,
+            vocab_size=self._vocab_size,
+            transform=(1.0, None) if head.transform is None else (head.transform.scale, head.transform.cap),
+            capability=torch.cuda.get_device_capability(self._device) if on_gpu else None,
+        )
 
     def _passes(
         self, lessons: list[Lesson], batch: Batch, work: Callable[[MicroBatch, HeadInput], Tensor]
@@ -246,7 +281,7 @@ class HFStudent:
     @torch.no_grad()
     def _measure(self, batch: Batch, objective: Objective) -> dict[str, list[float]]:
         """Domain -> sum of weight * KL and sum of weights, over this rank's share."""
-        job = HeadJob(objective, self._vocab_size, self._config.head_chunk_tokens)
+        job = self._head_job(objective, "weighted")
         totals: dict[str, list[float]] = {}
         sign = -1.0 if objective.spec.signal is Signal.SAMPLED else 1.0
 
@@ -263,7 +298,8 @@ class HFStudent:
         with self._parallel.forward_only():
             for domain in dict.fromkeys(item.sample.domain for item in batch.samples):
                 of_domain = [item for item in batch.samples if item.sample.domain == domain]
-                mine = [Lesson(each, 1.0, 0.0) for each in self._parallel.share(of_domain) if each.sample.loss_tokens]
+                shared = [each for each in self._parallel.share(of_domain) if each.sample.loss_tokens]
+                mine = [Lesson(each, 1.0, np.zeros(each.sample.loss_tokens)) for each in shared]
                 total = totals.setdefault(domain, [0.0, 0.0])
                 for _ in self._passes(mine, batch, work):
                     pass

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from distill.errors import ConfigError
-from distill.objectives.head import LogitsTransform
+from distill.objectives.head import ScaledAndCapped
 
 CHECK_TOKENS = 8
 CHECK_RTOL = 1e-4
@@ -36,7 +36,7 @@ class HeadInput:
     weight_VD: Tensor
     """May have rows beyond the vocabulary."""
     bias_V: Tensor | None
-    transform: LogitsTransform | None
+    transform: ScaledAndCapped | None
 
     def nothing(self) -> Tensor:
         """A loss of zero that still gives every weight a gradient: ranks must agree on which weights have one."""
@@ -83,7 +83,7 @@ class ReplacedHead:
         return self._result
 
 
-def logits_transform(config: Any) -> LogitsTransform | None:
+def logits_transform(config: Any) -> ScaledAndCapped | None:
     """What models of this configuration do to their logits after the head, as far as transformers has names for it."""
     text = config.get_text_config()
 
@@ -96,9 +96,7 @@ def logits_transform(config: Any) -> LogitsTransform | None:
         scale *= number(name) or 1.0
     scale /= number("logits_scaling") or 1.0  # Granite
     cap = number("final_logit_softcapping")  # Gemma 2 and later
-    if cap is not None:
-        return lambda logits: cap * torch.tanh(logits * (scale / cap))
-    return None if scale == 1.0 else lambda logits: logits * scale
+    return None if scale == 1.0 and cap is None else ScaledAndCapped(scale, cap)
 
 
 @torch.no_grad()

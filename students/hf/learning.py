@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from distill.config.models import ObjectiveConfig
-from distill.objectives.head_loss import Metrics, TeacherPart, head_loss, sampled_logp
+from distill.objectives import kernels
+from distill.objectives.head_loss import Metrics, TeacherPart, head_loss, sampled_logp, sampled_loss
 from distill.objectives.mixture import combine
 from distill.objectives.outcome import outcome_advantages
 from distill.objectives.reductions import row_weights
@@ -55,6 +56,8 @@ class HeadJob:
     chunk_tokens: int
     mixture: str = "weighted"
     """weighted: the losses of several teachers of a token are added; else their distributions are mixed first."""
+    kernel: bool = False
+    """log p of the sampled tokens comes from `kernels.sampled_logp`, which `kernels.choose` let through."""
 
     def loss(self, micro: MicroBatch, at: HeadInput) -> tuple[Tensor, Metrics]:
         """The sum of weight * loss over tokens and teachers, and the metrics per teacher.
@@ -63,18 +66,36 @@ class HeadJob:
         """
         dtype = torch.float64 if at.hidden_ND.dtype == torch.float64 else torch.float32
         parts = micro.teacher_parts(self.objective.spec, dtype=dtype)
+        logp_N = self._by_kernel(micro, at) if self.kernel else None
         if self.objective.contract.couples_tokens:
-            parts = self._conditioned(micro, at, parts)
+            parts = self._conditioned(micro, at, parts, logp_N)
         mix = None if self.mixture == "weighted" else partial(combine, self.mixture)
+        if logp_N is not None:
+            return sampled_loss(logp_N, parts, self.objective, combine=mix)
         return head_loss(at.hidden_ND, at.weight_VD, at.bias_V, parts, self.objective, combine=mix, **self._how(at))
 
     def _how(self, at: HeadInput) -> dict[str, Any]:
         return {"vocab_size": self.vocab_size, "chunk_tokens": self.chunk_tokens, "logits_transform": at.transform}
 
-    def _conditioned(self, micro: MicroBatch, at: HeadInput, parts: list[TeacherPart]) -> list[TeacherPart]:
-        """First pass over whole samples, for objectives with gates or returns along a sample."""
+    def _by_kernel(self, micro: MicroBatch, at: HeadInput) -> Tensor:
+        return kernels.sampled_logp(
+            at.hidden_ND,
+            at.weight_VD,
+            at.bias_V,
+            micro.tokens_N,
+            vocab_size=self.vocab_size,
+            softcap=None if at.transform is None else at.transform.cap,
+        )
+
+    def _conditioned(
+        self, micro: MicroBatch, at: HeadInput, parts: list[TeacherPart], logp_N: Tensor | None
+    ) -> list[TeacherPart]:
+        """First pass over whole samples, for objectives with gates or returns along a sample. `logp_N`: log p of the
+        sampled tokens, where it is known already."""
         objective: Any = self.objective
-        logp_N = sampled_logp(at.hidden_ND.detach(), at.weight_VD, at.bias_V, micro.tokens_N, **self._how(at))
+        if logp_N is None:
+            logp_N = sampled_logp(at.hidden_ND, at.weight_VD, at.bias_V, micro.tokens_N, **self._how(at))
+        logp_N = logp_N.detach()
         if self.mixture == "arithmetic":
             # gates and returns are about the mixture, so they must see it; mixing equal rows again changes nothing
             parts = _mixed_before(parts, len(micro.tokens_N))

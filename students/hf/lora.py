@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from distill.config.models import LoraConfig
 from distill.errors import ConfigError, MissingDependency
 from students.hf.parallel import whole
+from students.hf.quiet import quiet_bitsandbytes
 
 ADAPTER = "default"
 """peft's name of the one adapter."""
@@ -28,6 +29,7 @@ def adapt(model: PreTrainedModel, config: LoraConfig) -> None:
 
     Raises MissingDependency, and ConfigError for targets that the model does not have, or that are its head.
     """
+    quiet_bitsandbytes()  # which peft imports
     try:
         import peft
     except ImportError as error:

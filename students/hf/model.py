@@ -91,6 +91,16 @@ def load_model(folder: Path, vocab_size: int, device: torch.device, dtype: torch
     return model.to(device)  # pyright: ignore[reportArgumentType]: its stub takes `self` for the device
 
 
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Compute activations twice instead of keeping them all."""
+    settings = {"use_reentrant": False}
+    # later releases of transformers renamed the method, and warn of its old name
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+
+
 def model_state(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """The model's tensors under its own names, tied ones once, adapters merged in."""
     tied: Any = model.all_tied_weights_keys

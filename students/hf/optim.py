@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from distill.config.models import StudentConfig
 from distill.errors import ConfigError, MissingDependency
+from students.hf.quiet import quiet_bitsandbytes
 
 State = dict[str, dict[str, Tensor]]
 """Parameter name -> the optimiser's tensors for it."""
@@ -34,11 +35,12 @@ def build_optimizer(
     groups = [group for group in groups if group["params"]]
     if config.optimizer == "adamw_8bit":
         return _adamw_8bit(groups, config)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def _adamw_8bit(groups: list[dict[str, Any]], config: StudentConfig) -> torch.optim.Optimizer:
     """AdamW with block-wise quantised moments, 2 bytes a parameter instead of 8 (arXiv 2110.02861)."""
+    quiet_bitsandbytes()
     try:
         # an extra, which may be missing; its stubs do not export what it documents
         from bitsandbytes.optim import AdamW8bit  # pyright: ignore[reportMissingImports, reportPrivateImportUsage]
@@ -48,7 +50,7 @@ def _adamw_8bit(groups: list[dict[str, Any]], config: StudentConfig) -> torch.op
             why=str(error),
             fix="pip install 'distill-engine[adam8bit]', or use student.optimizer=adamw",
         ) from error
-    optimizer: Any = AdamW8bit(groups, lr=config.lr, betas=config.betas)
+    optimizer: Any = AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)
     return optimizer
 
 

@@ -74,6 +74,11 @@ class Layout:
         return sum(self.lengths)
 
     @cached_property
+    def equal(self) -> bool:
+        """All samples are equally long: side by side they are a view of the row, without a copy."""
+        return len(set(self.lengths)) == 1
+
+    @cached_property
     def position_ids(self) -> Tensor:
         """(1, T), from 0 for each sample."""
         positions = np.concatenate([np.arange(length, dtype=np.int64) for length in self.lengths])
@@ -140,6 +145,9 @@ def attend(
     if not getattr(module, "is_causal", True) or query_1HTD.shape[-2] != layout.tokens:
         raise CannotPack(f"{type(module).__name__} is not causal self-attention")
     rows = [tensor_1HTD[0].transpose(0, 1) for tensor_1HTD in (query_1HTD, key_1HTD, value_1HTD)]
+    if layout.equal:
+        beside = [row_THD.unflatten(0, (len(layout.lengths), -1)).transpose(1, 2) for row_THD in rows]
+        return _attend_group(module, beside, layout.lengths[0], dropout, scaling, options).flatten(0, 1)[None], None
     outputs: list[Tensor] = []
     for group in layout.groups:
         apart = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import pytest
@@ -109,6 +109,20 @@ def test_it_says_what_it_optimises_and_where_that_comes_from(objective: Any) -> 
     assert objective.contract.optimises
     assert objective.contract.source
     assert (objective.spec.k > 0) == (objective.spec.signal is Signal.TOPK)
+
+
+@cases(lambda objective: objective.contract.reads_sampled_only)
+def test_one_that_says_that_log_p_of_the_sampled_tokens_is_enough_needs_no_logits(objective: Any) -> None:
+    student_NV, teacher_NV = two_models()
+    rows = ready(objective, student_NV, teacher_NV, torch.arange(4))
+    logp_N = student_NV.log_softmax(-1).gather(-1, torch.arange(4)[:, None])[:, 0]
+    without = replace(rows, student_logits_NV=student_NV[:, :0], student_logp_N=logp_N)
+    torch.testing.assert_close(objective(without), objective(rows))
+
+
+def test_exactly_those_on_sampled_tokens_say_so() -> None:
+    said = {name for name in SETTINGS for options in SETTINGS[name] if build(name, options).contract.reads_sampled_only}
+    assert said == {"policy_gradient", "sampled_kl", "span_kl"}
 
 
 @every_objective

@@ -1,4 +1,4 @@
-"""Whole runs with real processes and a teacher whose weights hold what is no number: in one token, and in all."""
+"""Whole runs with real processes in which samples, a teacher or all of the steps are of no use."""
 
 from __future__ import annotations
 
@@ -62,3 +62,25 @@ def test_a_teacher_that_knows_no_number_at_all_ends_the_run_with_one_message(tmp
     assert message.startswith("teacher code: request canary-code: ") and "is not a number" in message
     assert "why: " in message and "fix: " in message and run.output().count("error: ") == 1
     assert run.result()["status"] == "failed" and run.result()["quarantined"]["samples"] == 0
+
+
+def test_a_run_whose_correction_leaves_out_every_token_fails_and_says_so(tmp_path: Path) -> None:
+    path = write_run(
+        tmp_path,
+        objective={"name": "policy_gradient"},
+        rollout={"temperature": 1e-4},  # a student of random weights is far from certain of what it writes then
+        trainer={"steps": 2},
+        evaluation={"teachers": False},
+    )
+    run = Run(tmp_path / "out", str(path))
+    assert run.wait(DEADLINE_S) == 4, run.output()[-3000:]
+    assert "Traceback" not in run.output()
+    message = run.output().rpartition("error: ")[2]
+    assert message.startswith(
+        "no step of the run taught anything (2 in all): objective policy_gradient with importance=icepop"
+    )
+    assert "100 % of its" in message and "fix: bring rollout.temperature" in message
+    warned = [line for line in (run.folder / "events.log").read_text().splitlines() if "taught nothing" in line]
+    assert [f"({count} of {count} so far)" in line for count, line in enumerate(warned, 1)] == [True, True]
+    result = run.result()
+    assert (result["status"], result["steps"], result["export_dir"]) == ("failed", 2, None)

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from distill.cli.run import main
+from distill.config.compose import load_config
+from distill.config.resume import settings_of
 from tests.builders_config import settings, write_jsonl, write_model, write_run, write_tokenizer, write_yaml
 
 Break = Callable[[Path], "list[str] | None"]
@@ -122,7 +124,8 @@ def finished_run(folder: Path) -> list[str]:
     place = folder / "old/checkpoints/step-00000003"
     (place / "student").mkdir(parents=True)
     (place / "samples.dpk").touch()
-    (place / "state.json").write_text(json.dumps({"step": 3, "identity": {}}))
+    made_with = settings_of(load_config(folder / "teachers.yaml").config)
+    (place / "state.json").write_text(json.dumps({"step": 3, "settings": made_with}))
     return ["resume=old"]
 
 
@@ -140,9 +143,13 @@ CASES = [
     Case("resume of a finished run", finished_run, 2, ("{0}/old has already trained 3 of 3 steps",)),
     Case(
         "resume with something else",
-        lambda folder: [*finished_run(folder), "trainer.steps=9"],
+        lambda folder: [*finished_run(folder), "trainer.steps=9", "run.seed=1", "rollout.temperature=0.5"],
         2,
-        ("resume: run.seed is 0, and {0}/old/checkpoints/step-00000003 was made with None",),
+        (
+            "resume: 2 settings are others than those of {0}/old/checkpoints/step-00000003",
+            "- run.seed is 1, and was 0",
+            "- rollout.temperature is 0.5, and was 1.0",
+        ),
     ),
     Case("a device that is not there", command_line("student.device=cuda:99"), 3, ("student.device is cuda:99",)),
     Case("an interpreter that is none", command_line("server.python=/nope"), 2, ("/nope is not a program",)),
@@ -298,9 +305,20 @@ CASES = [
         "unknown objective option",
         command_line("objective=jsd", "objective.bta=0.1"),
         2,
-        ("objective.bta: jsd has no such setting", "did you mean 'beta'?"),
+        ("the command line: unknown key objective.bta", "did you mean objective.beta?"),
     ),
-    Case("objective option out of range", command_line("objective=jsd", "objective.beta=2"), 2, ("objective.beta",)),
+    Case(
+        "objective option out of range",
+        command_line("objective=jsd", "objective.beta=2"),
+        2,
+        ("the command line: objective.beta: must be between 0 and 1",),
+    ),
+    Case(
+        "objective options that do not go together",
+        change("objective", {"name": "jsd", "support": "union"}),
+        2,
+        ("teachers.yaml:18: objective.k: must be at least 1",),
+    ),
     Case(
         "more ids asked for than there are",
         command_line("objective=forward_kl", "objective.support=teacher_topk", "objective.k=50"),

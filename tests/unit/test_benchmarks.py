@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from benchmarks.common import write_plot
-from benchmarks.head_loss import OBJECTIVES, Case, measure, prepare
+from benchmarks.head_loss import KERNEL, OBJECTIVES, Case, measure, prepare
+from tests.builders_kernels import install_stand_in
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,6 +21,16 @@ def test_the_chunked_and_the_plain_computation_of_a_benchmark_give_the_same_grad
     gradients = []
     for chunk in (0, 3):
         step, leaves = prepare(Case(objective, 8, 200, 16, chunk, 2, "float32", "cpu"))
+        step()
+        gradients.append([leaf.grad for leaf in leaves])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-7)
+
+
+def test_the_benchmark_of_the_kernel_computes_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_stand_in(monkeypatch)
+    gradients = []
+    for chunk in (3, KERNEL):
+        step, leaves = prepare(Case("sampled", 8, 200, 16, chunk, 2, "float32", "cpu"))
         step()
         gradients.append([leaf.grad for leaf in leaves])
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-7)

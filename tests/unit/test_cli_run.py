@@ -204,6 +204,7 @@ def test_the_doctor_tells_of_the_machine_and_of_the_run(
     out = capsys.readouterr().out
     for part in ("torch", "/dev/shm", "one vocabulary of 14 ids", "3 prompts", "not run on this hardware"):
         assert part in out
+    assert "cut_cross_entropy" in out and "loss kernel" in out
     assert "│ ok " in out and "[/]" not in out, "colours are for terminals"
     assert "FAIL" not in out
 

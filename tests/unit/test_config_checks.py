@@ -99,6 +99,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("a project without wandb", {"observe": {"wandb_project": "x"}}, "wandb is not in observe.sinks"),
     ("a beta of one", {"student": {"model": "x", "betas": [0.9, 1.0]}}, "student.betas.1 must be in [0, 1)"),
     (
+        "a temperature that servers take for none",
+        {"rollout": {"temperature": 1e-9}},
+        "rollout.temperature is 1e-09, and what is below 1e-06 is taken for 0 by servers",
+    ),
+    (
         "domain weights without their reduction",
         {"objective": {"domain_weights": {"math": 1, "code": 2}}},
         "objective.domain_weights has no effect with objective.reduction=token_mean",
@@ -126,6 +131,34 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         },
         "objective.mixture is geometric, but every sample has a single teacher",
     ),
+    (
+        "a teacher named twice",
+        {"data": [{"path": "x", "teachers": ["math", "code", "math"]}]},
+        "data.0.teachers names 'math' twice",
+    ),
+    (
+        "a held-out teacher named twice",
+        {"evaluation": {"data": [{"path": "x", "domain": "math", "teachers": ["math", "math"]}]}},
+        "evaluation.data.0.teachers names 'math' twice",
+    ),
+    (
+        "a weight that no entry uses",
+        {
+            "teachers": {"math": {"model": "m", "weight": 2.0}, "code": {"model": "c"}},
+            "data": [{"path": "x", "teachers": {"math": 0.5, "code": 0.5}}],
+        },
+        "teachers.math.weight has no effect",
+    ),
+    (
+        "a mean of segments where there are none",
+        {"objective": {"reduction": "segment_mean"}},
+        "every answer is a single sample: it would be the same as seq_mean",
+    ),
+    (
+        "tokens of segments where there are none",
+        {"objective": {"reduction": "segment_token"}},
+        "every answer is a single sample: it would be the same as token_mean",
+    ),
     ("an unknown sink", {"observe": {"sinks": ["jsonl", "tensorbord"]}}, "did you mean 'tensorboard'"),
     ("an unknown scheduler", {"teacher_manager": {"scheduler": "anounced"}}, "did you mean 'announced'"),
     ("an unknown grader", {"evaluation": {"grader": "exact"}}, "there is no grader 'exact'"),
@@ -151,6 +184,15 @@ def test_attached_servers_with_one_address_each_pass() -> None:
 
 def test_a_class_of_the_users_own_is_a_name_too() -> None:
     check(config(teacher_manager={"scheduler": "mine.sched:Mine"}, observe={"sinks": ["mine.sinks:Print"]}))
+
+
+def test_a_store_of_the_users_own_may_hold_segments() -> None:
+    check(config(store={"name": "mine.store:Mine"}, objective={"reduction": "segment_mean"}))
+
+
+def test_a_weight_counts_where_one_entry_leaves_it_to_the_teacher() -> None:
+    teachers = {"math": {"model": "m", "weight": 2.0}, "code": {"model": "c"}}
+    check(config(teachers=teachers, data=[{"path": "x", "teachers": {"code": 1}}, {"path": "y", "teachers": ["math"]}]))
 
 
 def test_a_held_out_domain_may_name_its_teachers() -> None:

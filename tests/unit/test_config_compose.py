@@ -5,16 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distill.cli.run import quick_start
+from distill.config import document
 from distill.config.compose import LoadedConfig, load_config
+from distill.config.explain import located
+from distill.config.json_schema import json_schema
 from distill.config.models import RunConfig
 from distill.config.overrides import read_overrides
-from distill.config.schema import UnknownKey, annotation_at, describe, dotted, json_schema, split
+from distill.config.schema import UnknownKey, annotation_at, describe, dotted, split
 from distill.errors import ConfigError
+from distill.registry import KINDS
 from tests.builders_config import settings, write_yaml
 
 
@@ -198,6 +204,41 @@ def test_every_mistake_of_the_file_is_listed_at_once(tmp_path: Path) -> None:
     assert "trainer.steps must be a whole number" in said and "trainer.batch_size must be more than 0" in said
 
 
+def test_wrong_keys_of_the_objective_are_listed_with_the_others_and_their_lines(tmp_path: Path) -> None:
+    objective = {"name": "policy_gradient", "importance": {"name": "tis", "cpa": 3, "cap": "2"}, "discont": 0.5}
+    said = refusal(tmp_path, "objective.iw_gain=true", trainer={"step": 3}, objective=objective)
+    for each in (
+        "teachers.yaml:16: unknown key trainer.step\n    did you mean trainer.steps?",
+        "teachers.yaml:21: unknown key objective.importance.cpa\n    did you mean objective.importance.cap?",
+        "teachers.yaml:22: objective.importance.cap must be a number, and is '2'",
+        "teachers.yaml:23: unknown key objective.discont\n    did you mean objective.discount?",
+        "- the command line: objective.iw_gain must be a number, and is true",
+    ):
+        assert each in said
+    assert "5 things" in said
+
+
+@pytest.mark.parametrize(
+    ("what", "place"),
+    [
+        ("objective.beta: must be less", "{0}/teachers.yaml:17: "),
+        ("objective.k is missing", "{0}/teachers.yaml:15: "),
+        ("objective: teaches nothing", "{0}/teachers.yaml:15: "),
+        ("trainer.steps is 3", "the command line: "),
+        ("evaluation.grader is odd", ""),
+        ("rows.jsonl:3: no answer", ""),
+        ("'objective.beta' is odd", ""),
+    ],
+)
+def test_an_error_about_a_key_gets_its_place(tmp_path: Path, what: str, place: str) -> None:
+    values = settings() | {"objective": {"name": "jsd", "beta": 0.5}}
+    del values["trainer"]
+    loaded = load_config(write_yaml(tmp_path, values), ["trainer.steps=3"])
+    with pytest.raises(ConfigError) as caught, located(loaded.written):
+        raise ConfigError(what, why="so")
+    assert str(caught.value) == f"{place.format(tmp_path)}{what}\n  why: so"
+
+
 def test_a_missing_section_is_named(tmp_path: Path) -> None:
     values = settings()
     del values["student"]["model"]
@@ -274,6 +315,72 @@ def test_the_schema_knows_every_key_that_the_models_have() -> None:
     assert set(schema["properties"]) == {*RunConfig.model_fields, "defaults", "hydra"}
     assert schema["$defs"]["StudentConfig"]["properties"]["lr"]["description"] == "peak learning rate"
     assert schema["additionalProperties"] is False
+
+
+def verdicts(values: Any) -> list[str]:
+    """What the schema has against a file."""
+    validator = jsonschema.Draft202012Validator(json_schema())
+    return [f"{'.'.join(map(str, error.path))}: {error.message}" for error in validator.iter_errors(values)]
+
+
+QUICK_START = document.read(quick_start()).values
+
+
+def test_the_schema_is_a_schema_and_accepts_the_quick_start() -> None:
+    jsonschema.Draft202012Validator.check_schema(json_schema())
+    assert verdicts(QUICK_START) == []
+
+
+RIGHT_OBJECTIVES: list[dict[str, Any]] = [
+    {"name": "reverse_kl", "support": "union", "k": 4, "form": "corrected"},
+    {"name": "skew_kl", "direction": "reverse", "alpha": 0},
+    {"name": "policy_gradient", "importance": "tis", "advantage_clip": None, "reduction": "seq_mean"},
+    {"name": "policy_gradient", "importance": {"name": "sao", "variant": "through"}, "outcome": {"mix": "advantage"}},
+    {"name": "span_kl", "importance": "icepop", "form": "advantage"},
+    {"name": "my.loss:Loss", "anything": [1]},
+    {"beta": 0.5, "reduction": "seq_mean"},
+]
+
+
+@pytest.mark.parametrize("objective", RIGHT_OBJECTIVES, ids=str)
+def test_the_schema_accepts_what_a_run_does(objective: dict[str, Any]) -> None:
+    assert verdicts(settings() | {"objective": objective}) == []
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"name": "jsd", "bta": 0.5},
+        {"name": "jsd", "beta": "0.5"},
+        {"name": "jsd", "scaled": 1},
+        {"name": "jsd", "support": "half"},
+        {"name": "jds"},
+        {"name": "forward_kl", "beta": 0.5},
+        {"name": "policy_gradient", "estimator": "k4"},
+        {"name": "policy_gradient", "importance": "tsi"},
+        {"name": "policy_gradient", "importance": {"cap": 2.0}},
+        {"name": "policy_gradient", "importance": {"eps_low": 0.5}},
+        {"name": "policy_gradient", "importance": {"name": "tis", "low": 2.0}},
+        {"name": "sampled_kl", "importance": "sao"},
+        {"name": "jsd", "mixture": "harmonic"},
+        {"bta": 0.5},
+    ],
+    ids=str,
+)
+def test_the_schema_refuses_what_a_run_does(objective: dict[str, Any]) -> None:
+    assert verdicts(QUICK_START | {"objective": objective})
+
+
+def test_the_schema_describes_every_setting_of_every_objective() -> None:
+    sections = {section["title"]: section for section in json_schema()["$defs"]["ObjectiveConfig"]["oneOf"]}
+    assert set(KINDS["objective"]) < set(sections)
+    for name in KINDS["objective"]:
+        own = {key: value for key, value in sections[name]["properties"].items() if key != "name"}
+        bare = [key for key, value in own.items() if not value.get("description")]
+        assert not bare, f"{name}: a text below the field says what it is"
+        assert all("default" in value for value in own.values())
+    sao = json_schema()["$defs"]["SAO"]["properties"]
+    assert sao["variant"]["enum"] == ["detached", "through", "surrogate"] and sao["eps_high"]["default"] == 5.0
 
 
 def test_annotations_are_found_by_key_path() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from distill.objectives.corrections import (
     TruncatedImportanceSampling,
 )
 from distill.objectives.policy_gradient import PolicyGradient
+from distill.objectives.rows import Place
 from tests.builders_sampled import loss_of, one_row, random_rows, sampled_rows
 
 quick = settings(deadline=None, max_examples=25)
@@ -121,9 +123,19 @@ def test_a_ratio_that_overflows_harms_no_token_that_a_probability_has_left_out()
         objective_with(ProbabilityDifferenceOneSided())(one_row_N)
 
 
-def test_a_ratio_that_nothing_bounds_is_an_error_when_it_overflows() -> None:
-    with pytest.raises(StudentError, match="row 0"):
-        objective_with(ImportanceSampling())(one_row(log_p=-1.0, log_mu=-900.0, log_q=-0.5))
+@pytest.mark.parametrize("importance", [ImportanceSampling(), DecoupledPPO()], ids=repr)
+def test_a_ratio_that_nothing_bounds_is_an_error_of_the_weight_when_it_overflows(importance: Correction) -> None:
+    place = Place("sample s, teacher t, response token 7", "s", "t")
+    rows = replace(one_row(log_p=-1.0, log_mu=-900.0, log_q=-0.5), describe=lambda _row: place)
+    with pytest.raises(StudentError) as caught:
+        objective_with(importance)(rows)
+    error = caught.value
+    assert error.what == (
+        "sample s, teacher t, response token 7: the importance weight p/mu of the sampled token overflows: log p is -1 "
+        "and log mu -900, so the log ratio is 899"
+    )
+    assert "no bound" in error.why and "objective.importance=tis" in error.fix and "diverge" not in str(error)
+    assert (error.sample_id, error.teacher) == ("s", "t")
 
 
 def test_a_sample_is_left_out_whole_where_its_mean_ratio_is_out_of_the_band() -> None:
@@ -167,10 +179,22 @@ def test_every_correction_can_be_asked_for_by_its_name_and_settings(importance: 
 @pytest.mark.parametrize(
     ("importance", "message"),
     [
-        ("band", "'none', 'is', 'tis', 'clamp', 'sao', 'icepop'"),
-        ({"cap": 2.0}, "the settings of a correction need its name beside them"),
-        ({"name": "tis", "low": 0.5}, "objective.importance.tis.low: Unexpected keyword argument"),
-        ({"name": "sao", "variant": "both"}, "objective.importance.sao.variant: Input should be 'detached'"),
+        ("tsi", "objective.importance: there is no 'tsi'\n  fix: did you mean 'tis'?"),
+        ({"cap": 2.0}, "objective.importance must be a name, or a mapping of `name` and settings, and is {'cap': 2.0}"),
+        (5, "objective.importance must be a name, or a mapping of `name` and settings, and is 5"),
+        (
+            {"name": "tis", "low": 0.5},
+            "unknown key objective.importance.low\n  fix: keys of objective.importance: name, cap",
+        ),
+        (
+            {"name": "sao", "eps_hgh": 3},
+            "unknown key objective.importance.eps_hgh\n  fix: did you mean objective.importance.eps_high?",
+        ),
+        ({"name": "tis", "cap": "2"}, "objective.importance.cap must be a number, and is '2'"),
+        ({"name": "tis", "cap": True}, "objective.importance.cap must be a number, and is true"),
+        ({"name": "tis", "cap": math.inf}, "objective.importance.cap must be a finite number, and is inf"),
+        ({"name": "decoupled_ppo", "cap": False}, "objective.importance.cap must be a number, and is false"),
+        ({"name": "sao", "variant": "both"}, "objective.importance.variant must be one of 'detached', 'through' or"),
         ({"name": "tis", "cap": 0.5}, "objective.importance.cap (tis): must be at least 1"),
         ({"name": "decoupled_ppo", "alpha": 2}, "objective.importance.alpha (decoupled_ppo): must be between 0 and 1"),
     ],

@@ -434,6 +434,30 @@ def test_a_bad_request_gets_a_400_that_says_why(shared: Server, body: dict[str, 
     assert reason in reply["error"]["message"]
 
 
+@pytest.mark.parametrize("temperature", [1e-45, 9e-7])
+def test_a_temperature_next_to_0_is_greedy_and_reports_at_temperature_one(shared: Server, temperature: float) -> None:
+    wanted = {"max_new_tokens": 6, "temperature": temperature, "sampling_seed": 1}
+    found = shared.generate(prompt(4), sampling_params=wanted, return_logprob=True)
+    exact = shared.generate(prompt(4), sampling_params=wanted | GREEDY, return_logprob=True)
+    assert found["output_ids"] == exact["output_ids"]
+    assert found["meta_info"]["output_token_logprobs"] == exact["meta_info"]["output_token_logprobs"]
+    assert all(value < -1e-3 for value, *_ in found["meta_info"]["output_token_logprobs"])
+
+
+def test_an_error_of_the_model_says_what_to_do_in_a_field_of_its_own(server: Server) -> None:
+    def spoil() -> None:
+        with torch.no_grad():
+            for tensor in server.engine.require_model().model.parameters():
+                tensor.fill_(torch.nan)
+
+    server.engine.run_between_steps(spoil).result(60)
+    body = {"input_ids": [1, 2], "rid": "r", "sampling_params": {"max_new_tokens": 3}}
+    told = {"message": "request r: the model gave numbers that are not finite", "fix": "check its weights"}
+    assert server.post("/generate", body) == (500, {"error": told})
+    _, raw, _ = server.call("POST", "/generate", body | {"stream": True})
+    assert json.loads(raw.split(b"\n\n")[0].removeprefix(b"data: ")) == {"error": told}
+
+
 def test_broken_json_and_unknown_routes_get_an_answer(shared: Server) -> None:
     status, raw, _ = shared.call("POST", "/generate", b'{"input_ids": [1,')
     assert status == 400 and b"not JSON" in raw
@@ -645,7 +669,7 @@ def test_an_adapter_without_the_package_that_reads_it_is_refused(
     monkeypatch.setitem(sys.modules, "peft", None)
     (tmp_path / "adapter_config.json").write_text("{}")
     status, reply = shared.post("/update_weights_from_disk", {"model_path": str(tmp_path), "base": str(folder)})
-    assert status == 400 and "pip install peft" in reply["message"]
+    assert status == 400 and "pip install peft" in reply["fix"]
 
 
 def test_an_adapter_is_merged_into_its_base_and_comes_back_after_a_release(server: Server, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,8 @@ async def test_a_teacher_that_cannot_be_trusted_ends_the_run(tmp_path: Path) -> 
     with pytest.raises(TeacherError, match="canary moved"):
         await house.run()
     assert house.student.trained == []
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["steps"], result["swaps"], result["teacher_swaps"]) == (0, {"t": 1}, 1), "it was loaded all the same"
 
 
 async def test_a_batch_that_never_comes_is_named_after_its_deadline(tmp_path: Path) -> None:

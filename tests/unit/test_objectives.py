@@ -113,6 +113,47 @@ def test_the_direction_of_a_kl_is_what_its_name_says() -> None:
     assert float(values_of(TotalVariation(), student_NV, teacher_NV)[0]) == pytest.approx(0.3)
 
 
+VARIATIONS: list[Any] = [
+    TotalVariation(),
+    TotalVariation(support="teacher_topk", k=8),
+    TotalVariation(support="student_topk", k=8, form="renormalised"),
+]
+
+
+def rest_of(log_q_NK: Tensor) -> Tensor:
+    """The log tail as a client has it that knows the top k alone."""
+    return torch.log1p(-log_q_NK.double().exp().sum(-1)).to(log_q_NK.dtype)
+
+
+@pytest.mark.parametrize("objective", VARIATIONS, ids=repr)
+@pytest.mark.parametrize(("vocab", "scale"), [(64, 1.0), (1000, 3.0), (50_000, 5.0)])
+def test_rounding_alone_is_no_total_variation_to_learn_from(objective: Any, vocab: int, scale: float) -> None:
+    """The teacher is the student, by another way of computing it: nothing but the last digits differ."""
+    student_NV = random_logits(3, (16, vocab), scale=scale).float()
+    rows = rows_for(objective, student_NV.requires_grad_(), student_NV.detach().double())
+    signal: dict[str, Tensor] = {}
+    if rows.topk_logp_NK is None:
+        assert rows.full_logp_NV is not None
+        signal["full_logp_NV"] = rows.full_logp_NV.float()
+    else:
+        signal["topk_logp_NK"] = rows.topk_logp_NK.float()
+        signal["log_tail_N"] = rest_of(signal["topk_logp_NK"])
+    loss_N, _ = objective(replace(rows, **signal))
+    assert 0 < float(loss_N.detach().max()) < 1e-5, "they do differ"
+    (gradient_NV,) = torch.autograd.grad(loss_N.sum(), student_NV)
+    assert bool((gradient_NV == 0).all())
+
+
+@pytest.mark.parametrize("objective", VARIATIONS, ids=repr)
+def test_a_total_variation_of_a_tenth_of_a_percent_is_learnt_from(objective: Any) -> None:
+    teacher_NV = random_logits(4, (6, 40), scale=1.0).float()
+    nudge_NV = 1e-3 * torch.where(torch.arange(40) % 2 == 0, 1.0, -1.0)
+    found_NV = gradient(objective, teacher_NV + nudge_NV, teacher_NV)
+    exact_NV = gradient(objective, (teacher_NV + nudge_NV).double(), teacher_NV.double())
+    torch.testing.assert_close(found_NV.double(), exact_NV, rtol=1e-4, atol=1e-6)
+    assert float(found_NV.abs().amax(-1).min()) > 1e-2
+
+
 @pytest.mark.parametrize(("near_0", "end"), [(True, ForwardKL()), (False, ReverseKL())])
 def test_a_scaled_jsd_runs_from_one_kl_to_the_other(near_0: bool, end: Any) -> None:
     student_NV, teacher_NV = random_logits(0), random_logits(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,17 +63,18 @@ def test_an_objective_of_the_users_own_is_named_by_its_module() -> None:
     ("section", "message"),
     [
         ({"name": "reverse_lk"}, "did you mean 'reverse_kl'"),
-        ({"name": "jsd", "bta": 0.5}, "objective.bta: jsd has no such setting"),
-        ({"name": "jsd", "bta": 0.5}, "did you mean 'beta'"),
-        ({"name": "jsd", "beta": "half"}, "objective.beta: Input should be a valid number"),
+        ({"name": "jsd", "bta": 0.5}, "unknown key objective.bta"),
+        ({"name": "jsd", "bta": 0.5}, "did you mean objective.beta?"),
+        ({"name": "jsd", "redaction": "seq_mean"}, "did you mean objective.reduction?"),
+        ({"name": "jsd", "beta": "half"}, "objective.beta must be a number, and is 'half'"),
         ({"name": "jsd", "beta": 2}, "objective.beta: must be between 0 and 1"),
         (
             {"name": "policy_gradient", "importance": "cap"},
-            "objective.importance: Input tag 'cap' found using 'name' does not match any of the expected tags: 'none'",
+            "objective.importance: there is no 'cap'",
         ),
         ({"name": "reverse_kl", "support": "teacher_topk"}, "objective.k: must be at least 1"),
-        ({"name": "reverse_kl", "tail": False}, "objective.tail: reverse_kl has no such setting"),
-        ({"name": "skew_kl", "direction": "both"}, "objective.direction: Input should be 'forward' or 'reverse'"),
+        ({"name": "reverse_kl", "tail": False}, "unknown key objective.tail"),
+        ({"name": "skew_kl", "direction": "both"}, "objective.direction must be one of 'forward' or 'reverse', and is"),
         ({"mixture": "geometric", "support": "student_topk", "k": 4}, "geometric needs the full vocabulary"),
         ({"name": "policy_gradient", "mixture": "geometric"}, "geometric needs the full vocabulary"),
         ({"mixture": "arithmetic", "support": "teacher_topk", "k": 4}, "arithmetic needs support=full or student_topk"),
@@ -104,6 +107,69 @@ def test_numbers_and_truth_values_are_what_they_are_written_as(options: dict[str
 
 def test_a_whole_number_stands_for_a_number() -> None:
     assert build_objective(ObjectiveConfig.model_validate({"name": "jsd", "beta": 1})) == JSD(beta=1)
+
+
+def test_all_wrong_keys_are_listed_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(
+            name="policy_gradient", advantage_clp=3, discount="0.9", importance={"name": "tis", "cpa": 2, "cap": True}
+        )
+    said = str(caught.value)
+    assert said.startswith("4 things in the configuration are wrong:\n")
+    for each in (
+        "unknown key objective.advantage_clp\n    did you mean objective.advantage_clip?",
+        "objective.discount must be a number, and is '0.9'",
+        "unknown key objective.importance.cpa\n    did you mean objective.importance.cap?",
+        "objective.importance.cap must be a number, and is true",
+    ):
+        assert f"- {each}" in said
+
+
+def test_a_correction_out_of_range_does_not_hide_a_wrong_key_beside_it() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key objective\.advantage_clp"):
+        build(name="policy_gradient", importance={"name": "tis", "cap": 0.5}, advantage_clp=3)
+
+
+@dataclass(frozen=True)
+class OfTheUser(JSD):
+    """An objective whose settings are of kinds that the shipped ones do not have."""
+
+    ids: tuple[int, ...] = ()
+    table: Path | None = None
+    names: list[str] = field(default_factory=lambda: ["a"])
+    must: int = field(kw_only=True)
+
+
+OWN = f"{__name__}:OfTheUser"
+
+
+def test_an_objective_of_the_users_own_takes_lists_for_tuples_and_texts_for_paths() -> None:
+    assert build(name=OWN, ids=[1, 2], table="x", must=1) == OfTheUser(ids=(1, 2), table=Path("x"), must=1)
+
+
+@dataclass(frozen=True)
+class WithoutItsTypes(JSD):
+    mystery: NotImported | None = None  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
+
+
+def test_a_class_whose_types_are_not_there_is_refused_with_the_name() -> None:
+    with pytest.raises(ConfigError, match=r"settings of WithoutItsTypes cannot be read: name 'NotImported'"):
+        build(name=f"{__name__}:WithoutItsTypes")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "objective.must is missing"),
+        ({"must": 1, "ids": [1, "2"]}, "objective.ids.1 must be a whole number, and is '2'"),
+        ({"must": 1, "table": 5}, "objective.table must be a path, and is 5"),
+        ({"must": 1, "names": "b"}, "objective.names must be a list of names, and is 'b'"),
+    ],
+)
+def test_settings_of_the_users_own_are_as_strict(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(name=OWN, **options)
+    assert says in str(caught.value)
 
 
 @pytest.mark.parametrize("options", [{"name": "skew_kl", "alpha": 0.9999999999}, {"name": "jsd", "beta": 1e-9}])

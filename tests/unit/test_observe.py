@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -210,6 +211,18 @@ def test_a_failed_run_leaves_its_error(tmp_path: Path) -> None:
     assert result["error"] == "rollout-0 died\n  fix: give it memory"
     assert (result["status"], result["steps"], result["export_dir"]) == ("failed", 0, None)
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_kl_that_is_no_number_is_told_and_left_out_of_result_and_report(tmp_path: Path) -> None:
+    watching = observer(tmp_path)
+    for step, kl in ((0, math.inf), (2, 0.5), (4, math.nan), (6, 0.25)):
+        evaluated(watching, "student" if step else "base", "sums", None, step=step, kl=kl)
+    result = watching.finish("done")
+    assert result["kl"] == {"sums": {"first": 0.5, "last": 0.25}}
+    assert json.loads((tmp_path / "result.json").read_text())["kl"] == result["kl"]
+    told = [line for line in (tmp_path / "events.log").read_text().splitlines() if " warning " in line]
+    assert len(told) == 2 and "base to its teacher is inf" in told[0] and "student to its teacher is nan" in told[1]
+    assert (tmp_path / "report.html").exists()
 
 
 def test_a_resumed_run_counts_the_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from safetensors.numpy import save, save_file
 from distill.config import PrepareConfig
 from distill.config.compose import load_config
 from distill.errors import ConfigError, EnvironmentFault, MissingDependency, TeacherError
-from distill.preflight import inspect, is_prepared, prepare
+from distill.preflight import inspect, inspect_early, is_prepared, prepare
 from distill.preflight.folder import inspect_folder, read_header
 from distill.preflight.machine import disk_bytes
 from tests.builders_config import HIDDEN, weights, write_jsonl, write_model, write_run
@@ -139,6 +139,31 @@ def test_a_prompt_without_an_answer_cannot_have_an_outcome(tmp_path: Path) -> No
     for name in ("math", "code"):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": "ab=", "answer": "c"}])
     assert inspect(load_config(path).config).prompts.stream.at(0).answer == "c"
+
+
+def test_a_mixture_needs_a_prompt_with_several_teachers(tmp_path: Path) -> None:
+    path = write_run(tmp_path, objective={"mixture": "arithmetic"})
+    with pytest.raises(ConfigError, match=r"objective\.mixture: arithmetic has no effect: each of the 3 prompts"):
+        inspect(load_config(path).config)
+    write_jsonl(tmp_path / "math.jsonl", [{"prompt": "ab="}, {"prompt": "a=", "teacher": ["math", "code"]}])
+    assert inspect(load_config(path).config).prompts.rows_per_teacher == {"math": 2, "code": 2}
+
+
+def test_domain_weights_are_held_against_the_domains_of_the_rows(tmp_path: Path) -> None:
+    balanced = {"reduction": "domain_balanced", "domain_weights": {"math": 1, "cod": 1}}
+    path = write_run(tmp_path, objective=balanced, data=[{"path": "rows.jsonl"}])
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "ab=", "domain": name} for name in ("math", "code")])
+    with pytest.raises(ConfigError, match=r"objective\.domain_weights\.cod: no prompt has this domain") as caught:
+        inspect(load_config(path).config)
+    assert "did you mean 'code'?" in caught.value.fix
+    with pytest.raises(ConfigError, match=r"none for the domain 'code' of .*rows\.jsonl:2"):
+        inspect(load_config(path, ["objective.domain_weights=null", "++objective.domain_weights.math=1"]).config)
+
+
+def test_an_objective_that_cannot_be_is_refused_before_a_recipe_makes_anything(tmp_path: Path) -> None:
+    path = write_run(tmp_path, objective={"name": "jsd", "beta": 2.0})
+    with pytest.raises(ConfigError, match=r"objective\.beta: must be between 0 and 1"):
+        inspect_early(load_config(path).config)
 
 
 def test_the_smallest_context_of_all_models_counts(tmp_path: Path) -> None:

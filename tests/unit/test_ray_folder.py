@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -54,6 +57,46 @@ def test_what_a_killed_run_left_goes_with_the_next_and_what_is_in_use_stays(root
     assert not left.exists() and fresh.exists() and others.exists() and running.path.parent.exists()
     second.close()
     running.close()
+
+
+def killed_run(root: Path) -> Path:
+    """The folder of a run that died by SIGKILL a moment ago."""
+    script = "import os, signal; from distill.ray_folder import RayFolder; folder = RayFolder(); "
+    script += "folder.path.mkdir(); print(folder.path.parent, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == -signal.SIGKILL, found.stderr
+    folder = Path(found.stdout.strip())
+    assert folder.parent == root and folder.exists()
+    return folder
+
+
+def test_the_folder_of_a_run_killed_a_moment_ago_goes_when_the_next_begins(root: Path) -> None:
+    killed = killed_run(root)
+    running = RayFolder()
+    second = RayFolder()
+    assert not killed.exists() and running.path.parent.exists(), "the one in use is as young"
+    second.close()
+    running.close()
+    assert list(root.iterdir()) == []
+
+
+def test_what_an_agent_of_a_killed_run_wrote_while_it_was_swept_goes_when_the_next_ends(
+    root: Path,
+) -> None:
+    killed = killed_run(root)
+    real = shutil.rmtree
+
+    def overtaken(path: Path, *, ignore_errors: bool) -> None:
+        real(path, ignore_errors=ignore_errors)
+        (killed / "r").mkdir(exist_ok=True)
+        (killed / "r" / "agent.log").touch()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "rmtree", overtaken)
+        running = RayFolder()
+    assert (killed / "r" / "agent.log").exists()
+    running.close()
+    assert list(root.iterdir()) == []
 
 
 def test_a_temporary_folder_with_too_long_a_path_is_passed_over(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

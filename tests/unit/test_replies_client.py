@@ -88,6 +88,21 @@ async def test_a_refusal_is_passed_on_in_the_servers_words(serve: Serve, body: A
         await client.generate([REQUEST])
 
 
+@pytest.mark.parametrize(
+    "body",
+    [{"error": {"message": "too long", "why": "w", "fix": "f"}}, {"message": "too long", "why": "w", "fix": "f"}],
+)
+async def test_a_servers_reason_and_remedy_become_those_of_the_error(serve: Serve, body: Any) -> None:
+    client = await serve(answering(500, body))
+    with pytest.raises(ServerError) as caught:
+        await client.generate([REQUEST])
+    assert caught.value.what.endswith("HTTP 500: too long")
+    assert (caught.value.why, caught.value.fix) == ("w", "f")
+    with pytest.raises(TeacherError) as refused:
+        await client.load_weights(Path("/models/x"), "v2")
+    assert (refused.value.why, refused.value.fix) == ("w", "f")
+
+
 @pytest.mark.parametrize("status", [200, 400])
 async def test_weights_that_were_not_loaded_are_a_teacher_error(serve: Serve, status: int) -> None:
     client = await serve(answering(status, {"success": False, "message": "no such file"}))

@@ -9,8 +9,17 @@ from typing import Any
 import pytest
 
 from distill.config import RunConfig
+from distill.config.resume import settings_of
 from distill.errors import ConfigError
-from distill.run_folder import choose_folder, find_checkpoint, foresee, identity, new_folder, owned, set_aside
+from distill.run_folder import (
+    allowed_changes,
+    choose_folder,
+    find_checkpoint,
+    foresee,
+    new_folder,
+    owned,
+    set_aside,
+)
 
 
 def config(folder: Path | None, **changes: Any) -> RunConfig:
@@ -27,7 +36,7 @@ def write_checkpoint(folder: Path, step: int, made_by: RunConfig) -> None:
     place = folder / "checkpoints" / f"step-{step:08d}"
     (place / "student").mkdir(parents=True)
     (place / "samples.dpk").touch()
-    (place / "state.json").write_text(json.dumps({"step": step, "identity": identity(made_by)}))
+    (place / "state.json").write_text(json.dumps({"step": step, "settings": settings_of(made_by)}))
 
 
 def test_runs_that_begin_in_the_same_second_get_folders_of_their_own(tmp_path: Path) -> None:
@@ -53,7 +62,7 @@ def test_a_resume_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"teachers": {"math": {"model": "experts/other"}}}, "teachers.math is 'experts/other'"),
+        ({"teachers": {"math": {"model": "experts/other"}}}, "teachers.math.model is 'experts/other'"),
         ({"objective": {"name": "forward_kl"}}, "objective.name is 'forward_kl'"),
         ({"trainer": {"batch_size": 3}}, "trainer.batch_size is 3"),
         ({"student": {"model": "other"}}, "student.model is"),
@@ -61,6 +70,12 @@ def test_a_resume_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
         ({"student": {"model": "base", "lora": {"r": 4}}}, "student.lora is"),
         ({"student": {"model": "base", "dtype": "bfloat16"}}, "student.dtype is 'bfloat16'"),
         ({"student": {"model": "base", "optimizer": "adamw_8bit"}}, "student.optimizer is 'adamw_8bit'"),
+        ({"rollout": {"temperature": 0.5}}, "rollout.temperature is 0.5, and was 1.0"),
+        ({"rollout": {"max_new_tokens": 3}}, "rollout.max_new_tokens is 3, and was 256"),
+        ({"teachers": {"math": {"model": "experts/math", "weight": 2.0}}}, "teachers.math.weight is 2.0, and was 1.0"),
+        ({"data": [{"path": "math.jsonl", "domain": "code"}]}, "data.0.domain is 'code', and was null"),
+        ({"objective": {"outcome": {}}}, "objective.outcome is {"),
+        ({"run": {"name": "r", "seed": 1}}, "run.seed is 1, and was 0"),
         ({"trainer": {"steps": 4}}, "already trained 4 of 4"),
     ],
 )
@@ -68,6 +83,34 @@ def test_a_resume_with_something_else_is_refused(tmp_path: Path, change: dict[st
     write_checkpoint(tmp_path, 4, config(tmp_path))
     with pytest.raises(ConfigError, match=says):
         find_checkpoint(tmp_path, config(tmp_path, resume="auto", **change))
+
+
+def test_a_resume_with_several_other_things_names_all_of_them(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 4, config(tmp_path))
+    other = {"run": {"name": "r", "seed": 3}, "rollout": {"temperature": 0.5, "servers": 2}}
+    with pytest.raises(ConfigError) as caught:
+        find_checkpoint(tmp_path, config(tmp_path, resume="auto", **other))
+    assert caught.value.what == (
+        f"resume: 2 settings are others than those of {tmp_path}/checkpoints/step-00000004:\n"
+        "- run.seed is 3, and was 0\n- rollout.temperature is 0.5, and was 1.0"
+    )
+
+
+def test_a_resume_may_change_how_the_work_is_done_and_tells_what(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 4, config(tmp_path))
+    other = {
+        "student": {"model": "base", "lr": 1e-6},
+        "trainer": {"steps": 200, "max_staleness": 0},
+        "rollout": {"servers": 2},
+    }
+    asked = config(None, resume=str(tmp_path), **other)
+    found = find_checkpoint(tmp_path, asked)
+    assert found is not None and [str(change) for change in allowed_changes(found, asked)] == [
+        "student.lr is 1e-06, and was 1e-05",
+        "rollout.servers is 2, and was 1",
+        "trainer.steps is 200, and was 100",
+        "trainer.max_staleness is 0, and was 1",
+    ], "not that resume is given, and run.dir is not"
 
 
 def test_a_run_that_is_not_to_be_resumed_is_not_written_over(tmp_path: Path) -> None:
@@ -130,7 +173,7 @@ def test_what_a_try_without_a_checkpoint_left_is_foreseen_to_move(tmp_path: Path
     ("resume", "changes", "says"),
     [
         ("{0}/nowhere", {}, "there is no run folder"),
-        ("{0}", {"teachers": {"math": {"model": "experts/other"}}}, "teachers.math is"),
+        ("{0}", {"teachers": {"math": {"model": "experts/other"}}}, "teachers.math.model is"),
         ("{0}", {"trainer": {"steps": 4}}, "already trained 4 of 4"),
         ("auto", {"run": {"name": "r", "dir": "{0}"}, "trainer": {"steps": 2}}, "already trained 4 of 2"),
         (None, {"run": {"name": "r", "dir": "{0}"}}, "already holds a run"),
@@ -155,12 +198,12 @@ def test_a_folder_at_work_is_refused_in_advance(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("part", ["student", "samples.dpk", "identity"])
+@pytest.mark.parametrize("part", ["student", "samples.dpk", "settings"])
 def test_a_checkpoint_that_lacks_a_part_is_named(tmp_path: Path, part: str) -> None:
     asked = config(tmp_path, resume="auto")
     write_checkpoint(tmp_path, 4, asked)
     place = tmp_path / "checkpoints" / "step-00000004"
-    if part == "identity":
+    if part == "settings":
         (place / "state.json").write_text('{"step": 4}')
     else:
         (place / part).rename(tmp_path / "elsewhere")

@@ -65,6 +65,7 @@ def naive_loss(model: Path, batch: Batch) -> float:
 MIXED = ({"math": 1.0}, {"code": 0.8, "style": 0.2}, {"style": 2.0})
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 @pytest.mark.parametrize("micro_batch_tokens", [1, 20, 60, 8192])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_loss_is_the_token_mean_over_the_batch_however_it_is_split(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +109,7 @@ def test_training_brings_it_closer_to_its_teacher(model: Path, settings: dict[st
 
 
 def test_small_steps_add_up_in_the_masters_although_bfloat16_would_lose_them(model: Path) -> None:
-    student = start(model, dtype="bfloat16", lr=1e-6, warmup_steps=0)
+    student = start(model, dtype="bfloat16", lr=1e-6, warmup_steps=0, eps=1e-8)
     named = student._trained.parameters.named
     first = {name: tensor.detach().clone() for name, tensor in named.items()}
     train(student, 3)
@@ -131,6 +133,20 @@ def test_gradients_of_many_micro_batches_add_up_in_float32(model: Path) -> None:
     batch = make_batch(FULL, count=40)
     one, many = (start(model, dtype="bfloat16", micro_batch_tokens=n).step(batch, JSD()) for n in (8192, 1))
     assert many.grad_norm == pytest.approx(one.grad_norm, rel=0.02)
+
+
+@pytest.mark.skipif(not (find_spec("bitsandbytes") and find_spec("peft")), reason="both are extras")
+def test_packages_that_lack_what_no_student_uses_say_nothing_of_it(model: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from tests.unit.test_student_hf_settings import *; "
+        "config = student_config(Path(sys.argv[1]), optimizer='adamw_8bit', **LORA); "
+        "HFStudent(config, seed=0, total_steps=20, vocab_size=VOCAB); assert 'bitsandbytes' in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(model)], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "gemm_4bit" not in done.stdout + done.stderr
 
 
 # --- LoRA

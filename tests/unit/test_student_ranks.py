@@ -190,6 +190,12 @@ def test_two_ranks_learn_what_one_learns(ranks: Ranks, model: Path, kind: str, c
 
 
 @KINDS
+def test_lean_layers_on_two_ranks_learn_what_plain_ones_learn_on_one(ranks: Ranks, model: Path, kind: str) -> None:
+    first, _ = ranks.do(train, model, two(kind), 2, 7, JSD())
+    require_equal(first, train(model, {"lean_layers": False}, 2, 7, JSD()))
+
+
+@KINDS
 def test_checkpointed_activations_change_nothing(ranks: Ranks, model: Path, kind: str) -> None:
     first, _ = ranks.do(train, model, two(kind, gradient_checkpointing=True), 2, 7, JSD())
     require_equal(first, train(model, {}, 2, 7, JSD()))

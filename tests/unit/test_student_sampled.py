@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from distill.config.models import ObjectiveConfig
+from distill.idle_steps import is_idle
 from distill.objectives import build_objective
 from distill.objectives.outcome import outcome_advantages
 from distill.objectives.reductions import row_weights
@@ -117,3 +118,22 @@ def test_a_step_is_the_sum_over_samples_however_they_are_put_together(
     assert step.loss == pytest.approx(float(loss.detach()), rel=1e-4, abs=1e-6)
     assert step.grad_norm == pytest.approx(float(norm), rel=1e-4)
     assert step.tokens == sum(item.sample.loss_tokens for item in batch.samples)
+
+
+@pytest.mark.parametrize(
+    "importance", ["icepop", "sao", "seq_geo_mask", {"name": "prob_diff_refkl", "kl_tau": 0.0}, "icepop_ppo"], ids=str
+)
+@pytest.mark.parametrize("outcome", [None, {"baseline": "batch"}], ids=["teachers", "rewards too"])
+def test_a_step_of_which_the_correction_leaves_out_every_token_is_known_as_idle(
+    model_folder: Path, importance: Any, outcome: Any
+) -> None:
+    rules = ObjectiveConfig.model_validate({"name": "policy_gradient", "importance": importance, "outcome": outcome})
+    objective = build_objective(rules)
+    student = HFStudent(student_config(model_folder), seed=0, total_steps=4, vocab_size=VOCAB, rules=rules)
+    batch = batch_for(objective)
+    # as if greedily written: mu = 1, far from this student of random weights
+    certain = [replace(each.sample, logprobs=np.zeros_like(each.sample.logprobs)) for each in batch.samples]
+    greedy = tuple(ScoredSample(sample, each.scores) for sample, each in zip(certain, batch.samples, strict=True))
+    assert is_idle(student.step(Batch(0, greedy), objective))
+    rest = replace(batch_for(objective), version=1)
+    assert not is_idle(student.step(rest, objective)) or importance == "seq_geo_mask", "its band is narrow"

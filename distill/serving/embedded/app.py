@@ -17,7 +17,7 @@ from distill import __version__, packing
 from distill.errors import DistillError
 from distill.serving.describe import EMBEDDED
 from distill.serving.embedded import control, replies
-from distill.serving.embedded.http import Handler, State, error_reply, json_reply, read_body_and_arrays
+from distill.serving.embedded.http import Handler, State, error_fields, error_reply, json_reply, read_body_and_arrays
 from distill.serving.embedded.jobs import Refusal, Result
 from distill.serving.embedded.requests import Bounds, GenerateCall, parse_generate
 
@@ -39,7 +39,7 @@ def _guarded(state: State, handler: Handler) -> Callable[[Request], Awaitable[Re
         except ClientDisconnect:
             return Response(status_code=499)
         except DistillError as error:
-            return error_reply(500, str(error))
+            return error_reply(500, error)
 
     return endpoint
 
@@ -120,7 +120,7 @@ async def _stream(state: State, call: GenerateCall, began: float) -> AsyncIterat
             index, result = await events.get()
             if isinstance(result, BaseException):
                 left -= 1
-                chunk: dict[str, Any] = {"error": {"message": str(result)}}
+                chunk: dict[str, Any] = {"error": error_fields(result)}
             else:
                 left -= result.finish is not None
                 chunk = replies.generation(call.jobs[index], result, time.monotonic() - began, call.flat)

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from distill.errors import DistillError
-from distill.serving.embedded.http import Handler, Source, State, json_reply, read_body
+from distill.serving.embedded.http import Handler, Source, State, error_fields, json_reply, read_body
 from distill.serving.embedded.jobs import Job, Refusal
 from distill.serving.embedded.served import Limits, ServedModel
 from distill.serving.embedded.weights import Prepared, checksums, load, prepare
@@ -160,7 +160,7 @@ async def _update_from_disk(state: State, request: Request) -> Response:
             prepared = await asyncio.to_thread(prepare, served, folder, base, limits)
             held = await _between_steps(state, lambda: _go_live(state, served, prepared, body, version))
         except DistillError as error:
-            return json_reply({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
+            return json_reply({"success": False, **error_fields(error), "num_paused_requests": 0}, 400)
         state.source, state.limits = Source(folder, engine.version, base), limits
         if prepared.replacement is not None:
             del served

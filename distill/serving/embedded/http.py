@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from distill import packing
+from distill.errors import DistillError
 from distill.serving.embedded import replies
 from distill.serving.embedded.engine import Engine
 from distill.serving.embedded.jobs import Refusal
@@ -55,8 +56,16 @@ def json_reply(value: Any, status: int = 200) -> Response:
     return Response(replies.to_json(value), status, media_type="application/json")
 
 
-def error_reply(status: int, message: str) -> Response:
-    return json_reply({"error": {"message": message}}, status)
+def error_reply(status: int, error: BaseException | str) -> Response:
+    return json_reply({"error": error_fields(error)}, status)
+
+
+def error_fields(error: BaseException | str) -> dict[str, str]:
+    """What a reply says of an error: "message", and "why" and "fix" beside it where the error has them."""
+    if not isinstance(error, DistillError):
+        return {"message": str(error)}
+    fields = {"message": error.what, "why": error.why, "fix": error.fix}
+    return {name: text for name, text in fields.items() if text}
 
 
 async def read_body(request: Request) -> Any:

@@ -42,6 +42,9 @@ _NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
 _DEFAULT_MAX_NEW_TOKENS = 128
 """Less where the context has no room for so many. A number that was given is never cut: it fits or is refused."""
 
+_LEAST_TEMPERATURE = 1e-6
+"""What is lower counts as 0, as in SGLang 0.5.23: logits divided by it would soon leave float32."""
+
 _CALLS = itertools.count(1)
 
 
@@ -253,7 +256,7 @@ def _sampling(value: Any, bounds: Bounds, prompt_length: int, where: str) -> Sam
     stops = _stop_ids(get("stop_token_ids", []), bounds, where)
     return Sampling(
         max_new_tokens=length,
-        temperature=float(temperature),
+        temperature=float(temperature) if temperature >= _LEAST_TEMPERATURE else 0.0,
         top_p=float(top_p),
         top_k=min(top_k, bounds.vocab_size),
         stop_ids=() if _flag(params, "ignore_eos") else tuple(dict.fromkeys(bounds.stop_ids + stops)),
