@@ -1,8 +1,8 @@
 """Matrix products, on the CPU by the faster of the two libraries that torch carries.
 
-torch multiplies float32 matrices with MKL. On processors that are not Intel's it was measured to reach half of what
-oneDNN does, which goes by the instructions that the processor has (AVX-512 on AMD's; docs/benchmarks.md). The choice
-looks at the machine and at the sizes, never at a clock: the same program gives the same bits on the same machine.
+torch multiplies float32 matrices with MKL. On an AMD processor with AVX-512, MKL was half as fast as oneDNN
+(docs/benchmarks.md): on processors with AVX-512 that are not Intel's, large products are oneDNN's. The choice looks at
+processor and sizes, never at a clock: the same program gives the same bits on the same machine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def by_onednn(tensor: Tensor) -> bool:
 
 
 def product(a_NK: Tensor, b_KM: Tensor) -> Tensor:
-    """a @ b of two matrices of one dtype: (N, M), fresh and contiguous. No gradient flows through it."""
+    """a @ b of two matrices of one dtype: (N, M), fresh and contiguous. Not for autograd."""
     if not by_onednn(a_NK) or a_NK.shape[0] * b_KM.numel() < SMALLEST:
         return a_NK @ b_KM
     if not (b_KM.is_contiguous() or b_KM.T.is_contiguous()):
