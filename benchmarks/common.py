@@ -10,6 +10,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,6 +19,8 @@ from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).resolve().parent.parent
 MB = 1e6
+LAST_WORDS = 12
+"""Lines of a failed process's messages that are shown."""
 
 
 def run_case(module: str, case: Mapping[str, Any], *, threads: int, python: str = sys.executable) -> dict[str, Any]:
@@ -32,8 +35,46 @@ def run_case(module: str, case: Mapping[str, Any], *, threads: int, python: str 
         check=False,
     )
     if done.returncode != 0:
-        raise SystemExit(f"the case {dict(case)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+        words = "\n".join(done.stderr.splitlines()[-LAST_WORDS:])
+        raise SystemExit(f"error: {module} ended with {done.returncode}, the case was {_brief(case)}:\n{words}")
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def _brief(case: Mapping[str, Any]) -> str:
+    """The case without its lists of numbers."""
+    return ", ".join(
+        f"{name} of {len(value)}" if isinstance(value, list | dict) else f"{name}={value}"
+        for name, value in case.items()
+    )
+
+
+def require_packages(python: str, packages: Sequence[str], *, install: str) -> None:
+    """End the benchmark when this interpreter does not run, or lacks one of the packages; imports none of them."""
+    code = "import sys, importlib.util as u; print(*[name for name in sys.argv[1:] if u.find_spec(name) is None])"
+    try:
+        done = subprocess.run([python, "-c", code, *packages], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"error: {python} does not run as a Python interpreter: {error}") from error
+    if missing := done.stdout.split():
+        raise SystemExit(
+            f"error: {python} lacks {', '.join(missing)}\n  fix: {python} -m pip install {install}, "
+            "or name the interpreter of an environment that has them"
+        )
+
+
+class Turns:
+    """A line on standard error for each process that a benchmark starts: how many of them, and since when."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._started = 0
+        self._began = time.monotonic()
+
+    def start(self, what: str) -> None:
+        self._started += 1
+        seconds = round(time.monotonic() - self._began)
+        clock = f"{seconds // 60:02d}:{seconds % 60:02d}"
+        print(f"[{clock}] {self._started} of {self._total}: {what}", file=sys.stderr, flush=True)
 
 
 class PeakMemory:

@@ -9,6 +9,8 @@ Every case runs in a fresh process. The plain computation is what one would writ
 log-softmax, divergence, `backward()`. Inputs are random; a teacher's logits are float16. On a machine that does other
 things too, `--clock cpu` with one thread counts only the time that the case had a core.
 
+Without a mode it is speed: 24 processes of 4 repeats by default, about a quarter of an hour of one core's time.
+
 Legend: N tokens, V vocabulary, D hidden, K top-k.
 """
 
@@ -22,7 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import MB, PeakMemory, machine_line, median, print_table, run_case, spread, write_plot
+from benchmarks.common import MB, PeakMemory, Turns, machine_line, median, print_table, run_case, spread, write_plot
 
 OBJECTIVES = {
     "logits": "reverse KL, teacher's logits given",
@@ -216,12 +218,28 @@ def plain_step(case: Case, hidden_ND: Any, weight_VD: Any, signal: dict[str, Any
     return step
 
 
-def run(case: Case, threads: int) -> dict[str, Any]:
+def run(case: Case, threads: int, turns: Turns) -> dict[str, Any]:
+    how = {0: "plain", KERNEL: "kernel"}.get(case.chunk, f"chunks of {case.chunk}")
+    turns.start(f"{OBJECTIVES[case.objective]}, {case.tokens} tokens, V {case.vocab}, {how}")
     return run_case(MODULE, asdict(case), threads=threads)
+
+
+def require_cuda() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit(
+            "error: kernel needs a CUDA GPU, and torch sees none here\n  fix: run it on a machine with one"
+        )
+    from distill.objectives import kernels
+
+    if why := kernels.why_unusable():
+        raise SystemExit(f"error: kernel needs cut-cross-entropy: {why}\n  fix: {kernels.INSTALL}")
 
 
 def memory(args: argparse.Namespace) -> None:
     rows = []
+    turns = Turns(len(args.objectives) * (len(args.chunks) + len(args.plain_tokens)))
     for objective in args.objectives:
         base = Case(objective, args.tokens, args.vocab, args.hidden, 0, 1, args.dtype, args.clock)
         cells = [OBJECTIVES[objective]]
@@ -229,7 +247,7 @@ def memory(args: argparse.Namespace) -> None:
             *(replace(base, chunk=chunk) for chunk in args.chunks),
             *(replace(base, tokens=tokens) for tokens in args.plain_tokens),
         ]:
-            found = run(case, args.threads)
+            found = run(case, args.threads, turns)
             cells.append(f"{found['bytes'] / MB:.0f} MB")
         rows.append(cells)
     print_table(
@@ -245,14 +263,15 @@ def memory(args: argparse.Namespace) -> None:
 
 def speed(args: argparse.Namespace) -> None:
     rows = []
+    turns = Turns(len(args.objectives) * args.rounds * (1 + len(args.chunks)))
     for objective in args.objectives:
         base = Case(objective, args.tokens, args.vocab, args.hidden, 0, args.repeats, args.dtype, args.clock)
         plain: list[float] = []
         ours: dict[int, list[float]] = {chunk: [] for chunk in args.chunks}
         for _ in range(args.rounds):  # in turns, so that a change of the machine's load meets all of them
-            plain += run(base, args.threads)["seconds"][1:]
+            plain += run(base, args.threads, turns)["seconds"][1:]
             for chunk, seconds in ours.items():
-                seconds += run(replace(base, chunk=chunk), args.threads)["seconds"][1:]
+                seconds += run(replace(base, chunk=chunk), args.threads, turns)["seconds"][1:]
         rows.append([OBJECTIVES[objective], "plain", spread(plain), "1"])
         for chunk, seconds in ours.items():
             ratio = median(seconds) / median(plain)
@@ -268,6 +287,7 @@ def speed(args: argparse.Namespace) -> None:
 
 def scaling(args: argparse.Namespace) -> None:
     chunk, panels = args.chunks[0], []
+    turns = Turns(len(args.objectives) * (len(args.token_steps) + len(args.vocab_steps)))
     for title, label, cases in [
         (f"V {args.vocab}", "tokens", [(n, n, args.vocab) for n in args.token_steps]),
         (f"{args.tokens} tokens", "vocabulary", [(v, args.tokens, v) for v in args.vocab_steps]),
@@ -278,7 +298,7 @@ def scaling(args: argparse.Namespace) -> None:
             cells = [str(value)]
             for objective in args.objectives:
                 case = Case(objective, tokens, vocab, args.hidden, chunk, args.repeats, args.dtype, args.clock)
-                found = run(case, args.threads)
+                found = run(case, args.threads, turns)
                 series.setdefault(OBJECTIVES[objective], []).append((value, median(found["seconds"][1:])))
                 cells += [spread(found["seconds"][1:]), f"{found['bytes'] / MB:.0f} MB"]
             rows.append(cells)
@@ -293,10 +313,12 @@ def scaling(args: argparse.Namespace) -> None:
 
 
 def kernel(args: argparse.Namespace) -> None:
+    require_cuda()
     rows = []
+    turns = Turns(len(args.chunks) + 1)
     base = Case("sampled", args.tokens, args.vocab, args.hidden, 0, args.repeats, "bfloat16", "wall", "cuda")
     for chunk in (*args.chunks, KERNEL):
-        found = run(replace(base, chunk=chunk), args.threads)
+        found = run(replace(base, chunk=chunk), args.threads, turns)
         how = "cut-cross-entropy" if chunk == KERNEL else f"chunks of {chunk}"
         rows.append([how, spread(found["seconds"][1:]), f"{found['bytes'] / MB:.0f} MB"])
     print_table(
@@ -308,7 +330,9 @@ def kernel(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("memory", "speed", "scaling", "kernel"), default="speed")
+    parser.add_argument(
+        "what", nargs="?", choices=("memory", "speed", "scaling", "kernel"), default="speed", help="default: speed"
+    )
     parser.add_argument("--objectives", nargs="+", choices=OBJECTIVES, default=list(OBJECTIVES))
     parser.add_argument("--tokens", type=int, default=None, help="default: 8192 for memory, 1024 otherwise")
     parser.add_argument("--vocab", type=int, default=151_936)

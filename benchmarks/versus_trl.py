@@ -15,6 +15,7 @@ TRL runs the teacher inside of its step; here a teacher is scored elsewhere, bef
   own step         what a training process of each side does: TRL's step with the teacher inside, ours without.
 Memory is the peak of the resident set above what it was before the step, on both sides with both models in the process,
 and includes the teacher's log-probabilities on our side. Weights are random, in the shapes of `SHAPES`.
+By default 16 processes of 5 steps run one after another: about ten minutes on two cores, most of them for smollm2-135m.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import MB, machine_line, median, print_table, run_case, spread
+from benchmarks.common import MB, Turns, machine_line, median, print_table, require_packages, run_case, spread
 
 MODULE = "benchmarks.versus_trl"
 VOCAB = 49_152
@@ -103,16 +104,17 @@ Found = dict[str, list[dict[str, Any]]]
 """Side -> what each of its processes reported."""
 
 
-def measure(case: dict[str, Any], args: argparse.Namespace) -> Found:
+def measure(name: str, case: dict[str, Any], args: argparse.Namespace, turns: Turns) -> Found:
     """Both sides in turns, so that a change of the machine's load meets both."""
     found: Found = {"ours": [], "theirs": []}
     for _ in range(args.rounds):
         for side, python in (("ours", args.python), ("theirs", args.trl_python)):
+            turns.start(f"{name}, {'ours' if side == 'ours' else 'TRL'}")
             found[side].append(run_case(f"{MODULE}_{side}", case, threads=args.threads, python=python))
     return found
 
 
-def compare(shape: str, lengths: str, args: argparse.Namespace, folder: Path) -> list[list[str]]:
+def compare(shape: str, lengths: str, args: argparse.Namespace, folder: Path, turns: Turns) -> list[list[str]]:
     """The rows of one model and one kind of samples."""
     bounds = {"equal": ([args.prompt] * 2, [args.answer] * 2), "mixed": ([8, args.prompt], [16, args.answer])}[lengths]
     answers = draw_answers(args.samples, *bounds, seed=1)
@@ -125,7 +127,7 @@ def compare(shape: str, lengths: str, args: argparse.Namespace, folder: Path) ->
         "settings": json.loads(args.settings),
         "onednn": not args.no_onednn,
     }
-    found = measure(case, args)
+    found = measure(f"{shape}, {lengths}", case, args, turns)
     losses = {side: results[0]["loss"] for side, results in found.items()}
     if abs(losses["ours"] - losses["theirs"]) > args.loss_tolerance * abs(losses["theirs"]):
         raise SystemExit(f"{shape}, {lengths}: the two sides do not do the same work: first losses {losses}")
@@ -181,7 +183,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not args.trl_python:
         parser.error("--trl-python is needed: the Python of an environment with trl")
-    print(machine_line(args.threads, ("torch", "transformers")))
+    packages = ["torch", "transformers"]
+    require_packages(args.python, ["distill", *packages], install="-e .")
+    require_packages(args.trl_python, ["trl", "datasets", *packages], install="trl torch transformers")
+    turns = Turns(2 * len(args.models) * len(args.lengths) * args.rounds)
+    print(machine_line(args.threads, packages), flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         rows = []
@@ -189,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             write_model(folder / f"{shape}-student", shape, seed=0)
             write_model(folder / f"{shape}-teacher", shape, seed=1)
             for lengths in args.lengths:
-                rows += compare(shape, lengths, args, folder)
+                rows += compare(shape, lengths, args, folder, turns)
     print_table(
         f"V {VOCAB}, {args.samples} samples, {args.clock} time, {args.rounds} processes of {args.steps} steps, "
         "median [least, most]",

@@ -8,7 +8,7 @@ import errno
 import math
 import secrets
 import signal
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from distill import loop
 from distill.checkpoint import Checkpoint, Checkpoints
 from distill.cluster import Cluster
 from distill.config import RunConfig
+from distill.config.options import resolved
 from distill.config.resume import settings_of
 from distill.errors import ConfigError, DistillError, EnvironmentFault, RunStopped, ServerError
 from distill.evaluation import Evaluator
@@ -38,27 +39,22 @@ from distill.teacher_manager import CanaryStore, Slot, Teacher, TeacherManager
 from distill.types import Ids, Signal
 
 
-def run(
-    config: RunConfig,
-    *,
-    preflight: Preflight | None = None,
-    resolved: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+def run(config: RunConfig, *, preflight: Preflight | None = None) -> dict[str, Any]:
     """Run a whole distillation and return what result.json holds.
 
     Raises DistillError subclasses (see `distill.errors`); the result and the report are written also then. `preflight`
-    is made when it is not given; `resolved` is what config.yaml in the run's folder records.
+    is made when it is not given.
     """
     checked = preflight or inspect(config)
     folder = choose_folder(config)
     with owned(folder):
-        return _run_in(folder, config, checked, resolved)
+        return _run_in(folder, config, checked)
 
 
-def _run_in(folder: Path, config: RunConfig, checked: Preflight, resolved: Mapping[str, Any] | None) -> dict[str, Any]:
+def _run_in(folder: Path, config: RunConfig, checked: Preflight) -> dict[str, Any]:
     checkpoint = find_checkpoint(folder, config)
     aside = set_aside(folder) if checkpoint is None else None
-    text = yaml.safe_dump(dict(resolved or config.model_dump(mode="json")), sort_keys=False)
+    text = yaml.safe_dump(resolved(config), sort_keys=False)
     (folder / "config.yaml").write_text(text)
     try:
         return asyncio.run(_Run(config, checked, folder, checkpoint, text).execute(aside))
@@ -104,7 +100,7 @@ class _Run:
     """One run, from its configuration to its result."""
 
     def __init__(
-        self, config: RunConfig, checked: Preflight, folder: Path, checkpoint: Checkpoint | None, resolved: str
+        self, config: RunConfig, checked: Preflight, folder: Path, checkpoint: Checkpoint | None, config_text: str
     ) -> None:
         self._config = config
         self._checked = checked
@@ -121,7 +117,7 @@ class _Run:
             teachers=list(config.teachers),
             domain_teachers=domain_teachers(checked),
             resumed_from=checkpoint.step if checkpoint else 0,
-            config_text=resolved,
+            config_text=config_text,
         )
         if checkpoint is not None:
             self._observer.restore(checkpoint.state["observer"])
@@ -138,12 +134,17 @@ class _Run:
             if aside:
                 observer.event("warning", f"no checkpoint to go on from: begins anew; what was there is now in {aside}")
             observer.event(
-                "info", f"starting the student, rollout servers and teacher slots; all goes to {self._folder}"
+                "info", f"starting the student, rollout servers and teacher servers; all goes to {self._folder}"
             )
             async with self._parts() as parts:
                 observer.event("info", "all processes are up")
                 await loop.run(parts, self._plan(), self._stop.event)
                 await parts.student.export(export)
+                if self._config.student.ema_decay is not None:
+                    observer.event(
+                        "info",
+                        "the export holds averaged weights (student.ema_decay); no figure of the run is of those",
+                    )
             status = "done"
         except RunStopped as stopped:
             status, failure = "stopped", str(stopped)
@@ -163,7 +164,9 @@ class _Run:
     async def _parts(self) -> AsyncGenerator[loop.Parts]:
         """Start every process and wire the rooms; end what was started, whatever happens."""
         config = self._config
+        began = self._observer.clock()
         with Cluster(config.ray_address) as cluster:
+            self._observer.event("info", f"Ray ready after {self._observer.clock() - began:.0f} s")
             self._stop.install(self._observer.event)
             async with contextlib.AsyncExitStack() as stack:
                 student, rollout, slots = await self._start(cluster, stack)
@@ -212,10 +215,19 @@ class _Run:
             async with asyncio.TaskGroup() as starting:
                 student = starting.create_task(self._start_student(cluster, stack))
                 servers = [starting.create_task(self._start_server(cluster, stack, *place)) for place in places]
+                rollout, slots = servers[: config.rollout.servers], servers[config.rollout.servers :]
+                for what, tasks in (("student", [student]), ("rollout servers", rollout), ("teacher servers", slots)):
+                    starting.create_task(self._tell_ready(what, tasks))
         except BaseExceptionGroup as group:
             raise loop.first_cause(group) from group
-        started = [task.result() for task in servers]
-        return student.result(), started[: config.rollout.servers], started[config.rollout.servers :]
+        return student.result(), [task.result() for task in rollout], [task.result() for task in slots]
+
+    async def _tell_ready(self, what: str, starting: Sequence[asyncio.Task[Any]]) -> None:
+        """A line when all of these are up. One that fails ends the start with its own error."""
+        began = self._observer.clock()
+        await asyncio.wait(starting)
+        if all(not task.cancelled() and task.exception() is None for task in starting):
+            self._observer.event("info", f"{what} ready after {self._observer.clock() - began:.0f} s")
 
     async def _start_student(self, cluster: Cluster, stack: contextlib.AsyncExitStack) -> RemoteStudent:
         config = self._config

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,8 +81,16 @@ class Checkpoints:
 def newest_unfinished(runs: Path) -> Path | None:
     """The newest run under `runs` that has a checkpoint and did not finish."""
     candidates = [folder for folder in runs.glob("*") if Checkpoints(folder / "checkpoints", keep=1).latest()]
-    unfinished = [folder for folder in candidates if not _finished(folder)]
-    return max(unfinished, key=lambda folder: folder.stat().st_mtime, default=None)
+    return _newest(folder for folder in candidates if not _finished(folder))
+
+
+def newest_finished(runs: Path) -> Path | None:
+    """The newest run under `runs` that came to its end."""
+    return _newest(folder for folder in runs.glob("*") if _finished(folder))
+
+
+def _newest(folders: Iterable[Path]) -> Path | None:
+    return max(folders, key=lambda folder: folder.stat().st_mtime, default=None)
 
 
 def _finished(folder: Path) -> bool:

@@ -159,11 +159,14 @@ def look_at_run(report: Report, path: Path, overrides: Sequence[str]) -> None:
         return
     config = loaded.config
     report.attempt("resume", lambda: foresee(config), _begins)
+    warmup = inspection.warmup_note(config)
+    if warmup:
+        report.note("learning rate", warmup)
     report.attempt("parts", lambda: check_parts(config), lambda _: "fit their places")
     report.attempt(
         "programs", lambda: check_programs(config), lambda note: note or "interpreters and devices are there"
     )
-    report.attempt("ports", lambda: machine.check_ports(config), lambda _: str(config.server.port or "free ones"))
+    report.attempt("ports", lambda: machine.check_ports(config), lambda _: _ports(config))
     if config.prepare is not None:
         prepare = config.prepare
         made = report.attempt(
@@ -177,7 +180,15 @@ def look_at_run(report: Report, path: Path, overrides: Sequence[str]) -> None:
 def _begins(start: Start) -> str:
     if start.checkpoint is not None:
         return f"goes on at step {start.checkpoint.step}"
-    return "a new run"
+    return start.note or "a new run"
+
+
+def _ports(config: RunConfig) -> str:
+    if config.server.program == "attach":
+        return "all servers accept a connection"
+    if config.server.port:
+        return f"free, from {config.server.port} on"
+    return "each server takes a free one when it starts"
 
 
 def _look_at_models(report: Report, config: RunConfig) -> None:

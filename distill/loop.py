@@ -252,6 +252,8 @@ async def evaluate_teachers(parts: Parts, names: Sequence[str]) -> None:
 
 async def evaluate(parts: Parts, who: str, version: int) -> None:
     """Accuracy and KL of the student (as "base" before the first step). Training goes on meanwhile."""
+    if not (parts.evaluator.measures_accuracy or parts.evaluator.measures_kl):
+        return
     with parts.observer.span("eval", label=who):
         found: list[Accuracy] = []
         if parts.evaluator.measures_accuracy:
@@ -262,7 +264,7 @@ async def evaluate(parts: Parts, who: str, version: int) -> None:
 
 def _record(parts: Parts, who: str, version: int, found: Sequence[Accuracy], kl: Mapping[str, float]) -> None:
     accuracy = {item.domain: item for item in found}
-    for domain in accuracy.keys() | kl.keys():
+    for domain in dict.fromkeys([*accuracy, *kl]):
         item = accuracy.get(domain)
         parts.observer.evaluation(
             EvalRecord(

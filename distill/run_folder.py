@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from distill.checkpoint import Checkpoint, Checkpoints, newest_unfinished
+from distill.checkpoint import Checkpoint, Checkpoints, newest_finished, newest_unfinished
 from distill.config import RunConfig
 from distill.config.resume import Change, changes, settings_of
 from distill.errors import ConfigError
@@ -34,6 +34,8 @@ class Start:
     checkpoint: Checkpoint | None
     leftovers: bool
     """What an earlier try left in the folder would be moved aside."""
+    note: str = ""
+    """What a user who asked for a resume may not expect."""
 
 
 def foresee(config: RunConfig) -> Start:
@@ -48,7 +50,7 @@ def foresee(config: RunConfig) -> Start:
         )
     folder = _wanted_folder(config)
     if folder is None or not folder.is_dir():
-        return Start(folder, None, leftovers=False)
+        return Start(folder, None, leftovers=False, note=_why_anew(config))
     _check_idle(folder)
     checkpoint = find_checkpoint(folder, config)
     return Start(folder, checkpoint, leftovers=checkpoint is None and holds_run(folder))
@@ -61,6 +63,11 @@ def _wanted_folder(config: RunConfig) -> Path | None:
     if config.resume != "auto":
         return Path(config.resume)
     return config.run.dir or newest_unfinished(_runs(config))
+
+
+def _why_anew(config: RunConfig) -> str:
+    finished = None if config.resume is None or config.run.dir else newest_finished(_runs(config))
+    return f"resume=auto: run {finished} is finished; this is a new run" if finished else ""
 
 
 def _runs(config: RunConfig) -> Path:

@@ -12,6 +12,9 @@ import yaml
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
+from distill.config.models import RunConfig
+from distill.config.resume import settings_of
+
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 LETTERS = "abcdefghij="
 HIDDEN = 8
@@ -55,6 +58,14 @@ def weights(rows: int) -> dict[str, Any]:
         "model.norm.weight": np.ones(HIDDEN, np.float32),
         "lm_head.weight": np.zeros((rows, HIDDEN), np.float32),
     }
+
+
+def write_checkpoint(folder: Path, step: int, made_by: RunConfig) -> None:
+    """What decides where a run in `folder` would go on; there is nothing in it to load."""
+    place = folder / "checkpoints" / f"step-{step:08d}"
+    (place / "student").mkdir(parents=True)
+    (place / "samples.dpk").touch()
+    (place / "state.json").write_text(json.dumps({"step": step, "settings": settings_of(made_by)}))
 
 
 def write_jsonl(path: Path, rows: Sequence[Any]) -> Path:

@@ -158,6 +158,8 @@ class House:
     version: int = 0
     limit: int = 5
     grade: Callable[[Sample], Awaitable[float]] | None = None
+    held_out: Sequence[str] = ("math",)
+    """Domains of the held-out prompts."""
 
     def __post_init__(self) -> None:
         self.rollout, self.teachers, self.student = Rollout(), Teachers(), Student(self.version)
@@ -179,7 +181,10 @@ class House:
         self.idle_steps = IdleSteps("toy", total_steps=self.steps, on_event=self.observer.event)
 
     def parts(self) -> loop.Parts:
-        prompts = {"math": [Prompt(i, "math", np.array([1], np.int32), {"t": 1.0}, "x") for i in range(3)]}
+        prompts = {
+            domain: [Prompt(i, domain, np.array([1], np.int32), {"t": 1.0}, "x") for i in range(3)]
+            for domain in self.held_out
+        }
         return loop.Parts(
             rollout=self.rollout,
             teachers=self.teachers,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distill.config.models import ObjectiveConfig
 from distill.errors import DistillError
 from distill.protocols import RankPlace
 from students import ranks
@@ -87,9 +88,9 @@ def add_up(times: int) -> int:
     return int(total)
 
 
-def start_student(model: Path, **changes: Any) -> Any:
-    """An HFStudent. Imported here: processes that only talk start in a fraction of the time."""
+def start_student(model: Path, rules: ObjectiveConfig | None = None, **changes: Any) -> Any:
+    """An HFStudent. Its class is imported here: processes that only talk start in a fraction of the time."""
     from students.hf.backend import HFStudent
     from tests.builders_student import VOCAB, student_config
 
-    return HFStudent(student_config(model, **changes), seed=0, total_steps=20, vocab_size=VOCAB)
+    return HFStudent(student_config(model, **changes), seed=0, total_steps=20, vocab_size=VOCAB, rules=rules)

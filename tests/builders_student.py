@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from distill.config.models import StudentConfig
 from distill.types import Batch, Sample, ScoredSample, Signal, SignalSpec, TeacherScores
@@ -57,6 +65,32 @@ def write_student(
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
     ).save_pretrained(folder)
+    return folder
+
+
+def write_experts(folder: Path, kind: str, *, seed: int = 0) -> Path:
+    """A tiny mixture of three experts, `mixtral` or `qwen3_moe`, with a tokenizer beside it. In the model a layer's
+    experts are two tensors, in its files nine."""
+    settings: dict[str, Any] = {
+        "vocab_size": HEAD_ROWS,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    write_student(folder)
+    torch.manual_seed(seed)
+    if kind == "mixtral":
+        model: Any = MixtralForCausalLM(MixtralConfig(**settings, num_local_experts=3))
+    else:
+        experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 4}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings, **experts))
+    model.save_pretrained(folder)
     return folder
 
 

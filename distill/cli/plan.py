@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Column, Table
 
 from distill.cli.program import show
-from distill.config import RunConfig
+from distill.config import ObjectiveConfig, RunConfig
 from distill.config.compose import LoadedConfig
+from distill.config.explain import shown
+from distill.config.options import own_settings
 from distill.preflight import Preflight, TeacherFolder
-from distill.run_folder import foresee
+from distill.run_folder import allowed_changes, foresee
 
 
 def size(count: float) -> str:
@@ -36,9 +39,11 @@ def print_plan(loaded: LoadedConfig, preflight: Preflight) -> None:
     epochs = f"{plan.epochs:.2f} epochs of {preflight.prompts.stream.prompts_per_epoch}"
     rows = {
         "file": str(loaded.source),
-        "start": _start(config),
+        **_start(config),
         "student": f"{models.student.path} ({models.student.architecture}, {models.student.parameters:,} parameters)",
+        **_learning(config),
         "objective": f"{config.objective.name}: {preflight.objective.contract.optimises}",
+        **_objective(config.objective),
         "steps": f"{plan.steps:,} of {config.trainer.batch_size} samples, staleness <= {config.trainer.max_staleness}",
         "samples": f"{plan.samples:,} of {plan.prompts:,} prompts, {epochs}",
         "tokens": f"{plan.max_tokens:,} response tokens at most",
@@ -63,11 +68,13 @@ def print_unprepared(loaded: LoadedConfig, notes: Sequence[str]) -> None:
     assert config.prepare is not None
     rows = {
         "file": str(loaded.source),
-        "start": _start(config),
+        **_start(config),
         "student": str(config.student.model),
+        **_learning(config),
         "teachers": ", ".join(config.teachers),
         "teacher slots": str(config.teacher_manager.slots),
         "objective": config.objective.name,
+        **_objective(config.objective),
         "steps": f"{config.trainer.steps:,} of {config.trainer.batch_size} samples",
         "samples": f"{config.trainer.steps * config.trainer.batch_size:,}",
     }
@@ -78,15 +85,58 @@ def print_unprepared(loaded: LoadedConfig, notes: Sequence[str]) -> None:
     show(_pairs(rows), *(f"note: {note}" for note in notes), end)
 
 
-def _start(config: RunConfig) -> str:
-    """From which step, and in which folder."""
+def _start(config: RunConfig) -> dict[str, str]:
+    """From which step, in which folder, and what a run that goes on does otherwise than before."""
     start = foresee(config)
     if start.folder is None:
-        return f"a new run in outputs/{config.run.name}/<time>"
-    if start.checkpoint is not None:
-        return f"goes on at step {start.checkpoint.step} of {config.trainer.steps} in {start.folder}"
-    anew = "; what an earlier try left there is moved to earlier-N" if start.leftovers else ""
-    return f"a new run in {start.folder}{anew}"
+        return {"start": f"a new run in outputs/{config.run.name}/<time>"}
+    if start.checkpoint is None:
+        anew = "; what an earlier try left there is moved to earlier-N" if start.leftovers else ""
+        return {"start": f"a new run in {start.folder}{anew}"}
+    goes_on = f"goes on at step {start.checkpoint.step} of {config.trainer.steps} in {start.folder}"
+    differs = "\n".join(map(str, allowed_changes(start.checkpoint, config)))
+    return {"start": goes_on} | ({"other than before": differs} if differs else {})
+
+
+def _learning(config: RunConfig) -> dict[str, str]:
+    """How the student trains."""
+    student, lora = config.student, config.student.lora
+    several = f", {student.parallel or 'fsdp'}" if student.ranks > 1 else ""
+    return {
+        "student ranks": f"{student.ranks}{several}; {student.dtype} on {student.device}",
+        "weights that learn": f"LoRA: {_settings(lora.model_dump())}" if lora else "all",
+        "optimizer": f"{student.optimizer}, lr {_schedule(config)}",
+        "loss kernel": student.loss_kernel,
+    }
+
+
+def _schedule(config: RunConfig) -> str:
+    student = config.student
+    warmup = f" after {student.warmup_steps} steps of warm-up" if student.warmup_steps else ""
+    falls = f" towards {student.lr * student.lr_final_ratio:g} at step {config.trainer.steps}"
+    return f"{student.lr:g}{warmup}, {student.lr_schedule}" + ("" if student.lr_schedule == "constant" else falls)
+
+
+def _objective(objective: ObjectiveConfig) -> dict[str, str]:
+    """Its settings: those of its class, and those that all objectives have."""
+    weights, outcome = objective.domain_weights, objective.outcome
+    return {
+        "its settings": _settings(own_settings(objective)) or "none",
+        "reduction": objective.reduction + (f": {_settings(weights)}" if weights else ""),
+        "mixture": objective.mixture,
+        "outcome": _settings(outcome.model_dump()) if outcome else "none",
+    }
+
+
+def _settings(values: Mapping[str, Any]) -> str:
+    """As on the command line."""
+    return ", ".join(f"{name}={_value(value)}" for name, value in values.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_value(below)}" for name, below in value.items()) + "}"
+    return value if isinstance(value, str) else shown(value)
 
 
 def _teachers(preflight: Preflight) -> Table:

@@ -16,6 +16,8 @@ from distill.errors import ConfigError, DistillError, EnvironmentFault, RunStopp
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+_WITHOUT_END = 1_000_000
+"""Columns of an output that nobody watches."""
 _BROKEN_PIPE = 141
 """128 + SIGPIPE, as a shell reports a program whose reader has left."""
 
@@ -86,16 +88,22 @@ class _Page(io.StringIO):
 
 
 def show(*things: RenderableType) -> None:
-    """`say` for what rich draws: one thing a line, long lines left to the terminal."""
+    """`say` for what rich draws: one thing a line, long lines left to the terminal.
+
+    Where there is no terminal nothing is wrapped, so that what is to be copied stays whole, and no line ends in blanks.
+    """
     from rich.console import Console
 
     output = cast(TextIO | None, sys.stdout)
     page = _Page(getattr(output, "encoding", None) or "utf-8")
-    console = Console(file=page, force_terminal=output is not None and output.isatty(), highlight=False)
+    watched = output is not None and output.isatty()
+    width = None if watched else _WITHOUT_END
+    console = Console(file=page, force_terminal=watched, width=width, highlight=False)
     for thing in things:
         plain = isinstance(thing, str)
         console.print(thing, soft_wrap=plain, markup=not plain)
-    say(page.getvalue())
+    text = page.getvalue()
+    say(text if watched else "".join(f"{line.rstrip()}\n" for line in text.splitlines()))
 
 
 def complain(text: str) -> None:

@@ -24,7 +24,8 @@ Teach one student what several teachers know, on the answers that the student wr
   distill-run recipes/reasoning                a folder stands for the teachers.yaml in it
   distill-run teachers.yaml objective=jsd      another objective, with the settings that it has by itself
   distill-run teachers.yaml +teachers.chemistry.model=./experts/chemistry     one teacher more; ~teachers.math one less
-  distill-run teachers.yaml resume=auto        go on with the newest unfinished run of this name
+  distill-run teachers.yaml resume=auto        go on with the newest unfinished run of this name; a new
+                                               run, and a line that says so, where all are finished
 
   distill-run doctor [teachers.yaml]           what this machine has, and whether the run would start
   distill-run schema                           every key with its default and meaning, as JSON schema for editors"""
@@ -157,11 +158,21 @@ def _run(path: Path, overrides: list[str], *, dry_run: bool, show_config: bool) 
 
     loaded = load_config(path, overrides)
     if show_config:
-        import yaml
-
-        say(yaml.safe_dump(loaded.resolved, sort_keys=False, allow_unicode=True))
-        return 0
+        return _show_config(loaded)
     return _dry_run(loaded) if dry_run else _start(loaded)
+
+
+def _show_config(loaded: LoadedConfig) -> int:
+    import yaml
+
+    from distill.config.options import resolved
+    from distill.preflight.parts import check_part
+
+    name = loaded.config.objective.name
+    if ":" in name:  # a class of the user's own, whose fields are settings
+        check_part("objective.name", "objective", name)
+    say(yaml.safe_dump(resolved(loaded.config), sort_keys=False, allow_unicode=True))
+    return 0
 
 
 def _dry_run(loaded: LoadedConfig) -> int:
@@ -190,7 +201,7 @@ def _start(loaded: LoadedConfig) -> int:
         complain(f"note: {note}")
     from distill.build import run
 
-    run(loaded.config, preflight=preflight, resolved=loaded.resolved)
+    run(loaded.config, preflight=preflight)
     return 0
 
 

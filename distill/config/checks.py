@@ -19,6 +19,9 @@ NAME = re.compile(r"\w[\w.-]*")
 """Of a teacher and of a domain: they become parts of metrics' names, whose parts are separated by `/`."""
 LEAST_TEMPERATURE = 1e-6
 """SGLang 0.5.23 and the embedded server."""
+LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
+"""Of a teacher, a domain, an outcome. A step is summed up in float32, which holds seven digits: what weighs less than a
+millionth is lost beside the rest, and what weighs more leaves no room for it."""
 TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
@@ -309,6 +312,31 @@ def _domains_are_names(config: RunConfig) -> Iterator[Finding]:
             )
 
 
+def _weights_can_be_felt(config: RunConfig) -> Iterator[Finding]:
+    """A weight of 0 is left to others: it means something, or is refused already."""
+    for key, weight in _weights(config):
+        if 0 < weight < LEAST_WEIGHT or weight > MOST_WEIGHT:
+            yield (
+                key,
+                f"{dotted(key)} must be between {LEAST_WEIGHT:g} and {MOST_WEIGHT:g}, and is {weight:g}",
+                "bring the weights nearer to 1: a step is summed up in float32, where one part would drown another",
+            )
+
+
+def _weights(config: RunConfig) -> Iterator[tuple[KeyPath, float]]:
+    """Every weight of the configuration."""
+    yield from ((("teachers", name, "weight"), teacher.weight) for name, teacher in config.teachers.items())
+    for at, source in _sources(config):
+        if isinstance(source.teachers, dict):
+            yield from (((*at, "teachers", name), weight) for name, weight in source.teachers.items())
+    objective, key = config.objective, ("objective",)
+    yield from (((*key, "domain_weights", name), weight) for name, weight in (objective.domain_weights or {}).items())
+    if objective.outcome is not None:
+        yield from (
+            ((*key, "outcome", name), getattr(objective.outcome, name)) for name in ("weight", "teacher_weight")
+        )
+
+
 def _domain_weights_are_of_domains(config: RunConfig) -> Iterator[Finding]:
     weights, key = config.objective.domain_weights, ("objective", "domain_weights")
     if weights is None:
@@ -404,6 +432,7 @@ CHECKS: tuple[Callable[[RunConfig], Iterable[Finding]], ...] = (
     _nothing_is_ignored,
     _ranks_fit_the_student,
     _domains_are_names,
+    _weights_can_be_felt,
     _domain_weights_are_of_domains,
     _segments_exist,
     _a_mixture_has_several_teachers,

@@ -39,10 +39,9 @@ PRIMARY = "distill_primary"
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """`resolved` is all of it as plain values, defaults included; composing that again gives the same run."""
+    """A run as it was asked for, and where each part of it was written."""
 
     config: RunConfig
-    resolved: dict[str, Any]
     source: Path
     written: Where
     """The place of a key, or of what it stands in; empty where the file and the command line hold neither."""
@@ -61,6 +60,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
         overrides,
         teachers=[str(name) for name in teachers] if isinstance(teachers, dict) else [],
         data=len(data) if isinstance(data, list) else 0,
+        has_section=document.has_section,
     )
     values = _absolute(_composed(document, asked), document, asked)
 
@@ -79,7 +79,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     except ValidationError as error:
         raise gather([*explain(error), *wrong], where) from None
     check(config, where, wrong)
-    return LoadedConfig(config, config.model_dump(mode="json"), document.path, written)
+    return LoadedConfig(config, document.path, written)
 
 
 def _refuse_shadow(file: Path) -> None:

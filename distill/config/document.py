@@ -31,6 +31,13 @@ class Document:
         line = self.lines.get(key)
         return f"{self.path}:{line}" if line else str(self.path)
 
+    def has_section(self, key: KeyPath) -> bool:
+        """There is a mapping at `key`."""
+        value: Any = self.values
+        for part in key:
+            value = value.get(part) if isinstance(value, dict) else None
+        return isinstance(value, dict)
+
 
 def find(path: Path) -> Path:
     """The YAML file that the user means: a file, or a folder that holds a teachers.yaml. Raises ConfigError."""

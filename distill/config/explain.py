@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from distill.config.schema import (
     split,
     suggestion,
     tagged,
+    tags_with,
     without_tags,
 )
 from distill.errors import ConfigError
@@ -44,12 +46,19 @@ def explain(error: ValidationError, root: Any = RunConfig, at: KeyPath = ()) -> 
 
 
 def gather(findings: Sequence[Finding], where: Where) -> ConfigError:
-    """One error from all findings; there must be at least one."""
-    said = [(f"{place}: {what}" if (place := where(key)) else what, fix) for key, what, fix in findings]
+    """One error from all findings, in the order of the file's lines; there must be at least one."""
+    placed = sorted(((where(key), what, fix) for key, what, fix in findings), key=lambda finding: _line(finding[0]))
+    said = [(f"{place}: {what}" if place else what, fix) for place, what, fix in placed]
     if len(said) == 1:
         return ConfigError(said[0][0], fix=said[0][1])
     lines = [f"- {what}" + (f"\n    {fix}" if fix else "") for what, fix in said]
     return ConfigError(f"{len(said)} things in the configuration are wrong:\n" + "\n".join(lines))
+
+
+def _line(place: str) -> int:
+    """What has no line comes last."""
+    number = re.search(r":(\d+)$", place)
+    return int(number[1]) if number else sys.maxsize
 
 
 def nowhere(key: KeyPath) -> str:
@@ -113,7 +122,15 @@ def _finding(detail: ErrorDetails, key: KeyPath, root: Any, at: KeyPath) -> Find
         must = describe(annotation_at(key, root))
     else:
         must = _requirement(detail)
-    return full, f"{name} must be {must}, and is {shown(detail['input'])}", _advice(detail)
+    advice = _names_for(detail, annotation_at(key, root), name) if detail["type"] == "no_name" else _advice(detail)
+    return full, f"{name} must be {must}, and is {shown(detail['input'])}", advice
+
+
+def _names_for(detail: ErrorDetails, kinds: Any, name: str) -> str:
+    """For settings that do not say whose they are: the names of those that have them."""
+    given = detail["input"] if isinstance(detail["input"], Mapping) else {}
+    first, *others = tags_with(kinds, given) or tagged(kinds)
+    return f"set {name}.name={first}" + (f"; or to {', '.join(others)}" if others else "")
 
 
 def _advice(detail: ErrorDetails) -> str:

@@ -19,6 +19,7 @@ def json_schema() -> dict[str, Any]:
         "defaults": {"type": "array", "description": "Hydra's defaults list; without it: [distill, _self_]"},
         "hydra": {
             "type": "object",
+            "description": "Hydra's own settings, of which one has a meaning here",
             "properties": {"searchpath": {"type": "array", "description": "more folders with groups of settings"}},
             "additionalProperties": False,
         },

@@ -65,7 +65,7 @@ class _Section(BaseModel):
 class RunSection(_Section):
     name: str = Field(default="run", pattern=_NAME, max_length=100, description="names the output folder")
     dir: FilePath | None = Field(default=None, description="output folder; default outputs/<name>/<time>")
-    seed: int = Field(default=0, ge=0, le=2**32 - 1)
+    seed: int = Field(default=0, ge=0, le=2**32 - 1, description="of the order of prompts, of sampling and of dropout")
 
 
 class PrepareConfig(_Section):
@@ -108,15 +108,27 @@ class StudentConfig(_Section):
     model: FilePath = Field(description="Hugging Face folder that the student starts from")
     tokenizer: FilePath | None = Field(default=None, description="default: the model's folder")
     lr: float = Field(default=1e-5, gt=0, le=1, description="peak learning rate")
-    lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    lr_final_ratio: float = Field(
-        default=0.0, ge=0, le=1, description="learning rate of the last step, as a share of the peak"
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="linear", description="how the learning rate goes on from its peak until the run ends"
     )
-    warmup_steps: Count = 10
-    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.98)
+    lr_final_ratio: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="share of the peak that the learning rate falls to: it gets there behind the last step, so every "
+        "step teaches",
+    )
+    warmup_steps: Count = Field(
+        default=10, description="steps in which the learning rate rises evenly; the last of them has the peak"
+    )
+    betas: Annotated[tuple[float, float], Field(strict=False)] = Field(
+        default=(0.9, 0.98), description="AdamW's: decay of the first and of the second moment"
+    )
     eps: float = Field(default=1e-8, gt=0, le=1, description="AdamW's: added to the root of the second moment")
-    weight_decay: float = Field(default=0.01, ge=0, le=100)
-    max_grad_norm: float = Field(default=1.0, gt=0)
+    weight_decay: float = Field(
+        default=0.01, ge=0, le=100, description="AdamW's, of matrices only; not of the embeddings and the head"
+    )
+    max_grad_norm: float = Field(default=1.0, gt=0, description="gradients with a larger norm are scaled down to it")
     optimizer: Literal["adamw", "adamw_8bit"] = Field(
         default="adamw", description="adamw_8bit: moments in 8 bits; needs bitsandbytes"
     )
@@ -141,7 +153,9 @@ class StudentConfig(_Section):
         default=True,
         description="backward passes that keep less, for the layers of Llama, Qwen 2 and Qwen 3; same values",
     )
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = Field(
+        default=False, description="compute layers again in the backward pass: less memory, more time"
+    )
     device: Device = "auto"
     threads: Processes = Field(default=1, description="CPU threads of each training process")
     ranks: Processes = Field(default=1, description="training processes; on GPUs, one for each device that is to train")
@@ -177,19 +191,21 @@ class DataConfig(_Section):
     prompt_field: str = Field(
         default="prompt", description="column with a text, or with chat messages for the model's chat template"
     )
-    answer_field: str = "answer"
+    answer_field: str = Field(default="answer", description="column with the answer that graders compare with")
 
 
 class RolloutConfig(_Section):
     servers: Processes = Field(default=1, description="rollout servers")
-    samples_per_prompt: Positive = 1
+    samples_per_prompt: Positive = Field(default=1, description="answers that the student writes to each prompt")
     epochs: Positive | None = Field(
         default=None, description="times through the data; default: as often as the steps need"
     )
-    max_new_tokens: Positive = 256
-    temperature: float = Field(default=1.0, gt=0, le=100)
-    top_p: Fraction = 1.0
-    top_k: int = Field(default=-1, ge=-1, le=INT32, description="-1: all ids")
+    max_new_tokens: Positive = Field(default=256, description="most tokens of an answer; it is cut off there")
+    temperature: float = Field(default=1.0, gt=0, le=100, description="of sampling; 1 is the student itself")
+    top_p: Fraction = Field(
+        default=1.0, description="draw from the fewest ids whose probabilities add up to it; 1: all ids"
+    )
+    top_k: int = Field(default=-1, ge=-1, le=INT32, description="draw from so many most probable ids; -1: all ids")
     requests_per_call: Positive = Field(default=1, description="samples an HTTP request carries; they return together")
     timeout_s: Seconds = Field(default=600.0, description="longest wait for one call")
     max_tries: Positive = Field(default=5, description="times a sample is sent again when its server fails")
@@ -200,7 +216,9 @@ class TeacherManagerConfig(_Section):
     slot_gb: float | None = Field(
         default=None, gt=0, le=1e6, description="weight bytes a slot holds, GB = 1e9; default: the largest teacher"
     )
-    scheduler: str = "announced"
+    scheduler: str = Field(
+        default="announced", description="which teacher gets a slot next: a registry name, or package.module:Class"
+    )
     max_visit_tokens: Positive = Field(
         default=65536, description="tokens a teacher scores before another gets its turn"
     )
@@ -214,14 +232,18 @@ class TeacherManagerConfig(_Section):
     canary_atol: float = Field(
         default=1e-4, gt=0, le=1e3, description="largest change of the canary's log-probabilities"
     )
-    timeout_s: Seconds = 600.0
-    max_tries: Positive = 5
+    timeout_s: Seconds = Field(default=600.0, description="longest wait for one scoring request")
+    max_tries: Positive = Field(default=5, description="times a sample is sent to its teacher before it has failed")
 
 
 class ServerConfig(_Section):
-    program: str = Field(default="embedded", description="embedded | sglang | attach")
+    program: str = Field(
+        default="embedded", description="what serves models: embedded, sglang, or attach for servers that already run"
+    )
     device: Device = "auto"
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32", description="of the weights in servers: the student's while it writes, and the teachers'"
+    )
     host: Host = Field(default="127.0.0.1", description="address that servers listen on")
     port: int = Field(default=0, ge=0, le=65535, description="first port; 0 takes free ones")
     context_length: Positive | None = Field(default=None, description="default: the model's own")
@@ -231,7 +253,7 @@ class ServerConfig(_Section):
     python: FilePath | None = Field(default=None, description="interpreter of another environment that has the program")
     rollout_urls: list[str] = Field(default_factory=list, description="attach: rollout servers")
     teacher_urls: list[str] = Field(default_factory=list, description="attach: teacher servers")
-    start_timeout_s: Seconds = 300.0
+    start_timeout_s: Seconds = Field(default=300.0, description="longest wait for a server to come up")
     max_restarts: Count = Field(default=5, description="restarts of one server in a run")
 
 
@@ -243,11 +265,11 @@ class MeshConfig(_Section):
         default=64.0, ge=1e-4, le=4294, description="MB = 1e6 bytes that are sent and checked at a time"
     )
     timeout_s: Seconds = Field(default=120.0, description="longest silence of a receiver before it is fenced")
-    host: Host = "127.0.0.1"
+    host: Host = Field(default="127.0.0.1", description="address that rollout servers receive weights on")
 
 
 class StoreConfig(_Section):
-    name: str = "memory"
+    name: str = Field(default="memory", description="registry name of the sample store, or package.module:Class")
     capacity: Positive | None = Field(default=None, description="samples held; default: (max_staleness + 2) batches")
 
 
@@ -264,7 +286,7 @@ class OutcomeConfig(_Section):
     teacher_weight: float = Field(
         default=1.0, ge=0, le=1e6, description="of the teachers' advantage; with mix=advantage"
     )
-    teacher_share: float = Field(default=0.5, gt=0, lt=1, description="of the teachers' loss; with mix=loss")
+    teacher_share: float = Field(default=0.5, ge=1e-6, le=1 - 1e-6, description="of the teachers' loss; with mix=loss")
     importance: Literal["icepop", "none", "tis", "clamp"] = Field(
         default="icepop",
         description="correction of the outcome's policy gradient, as in policy_gradient; with mix=loss",
@@ -310,13 +332,13 @@ class ObjectiveConfig(_Section):
 
 
 class TrainerConfig(_Section):
-    steps: Steps = 100
+    steps: Steps = Field(default=100, description="optimiser steps of the run")
     batch_size: Positive = Field(default=64, description="samples an optimiser step learns from")
     max_staleness: Count = Field(
         default=1, description="weight versions a sample may lag behind; 0 is synchronous and reproducible"
     )
     checkpoint_every: Steps | None = Field(default=None, description="steps; default: at the end and on a stop only")
-    keep_checkpoints: Positive = 2
+    keep_checkpoints: Positive = Field(default=2, description="newest checkpoints that stay on the disk")
     max_quarantined: Count | None = Field(
         default=None,
         description="samples of the run that may be set aside because they cannot be scored or learnt; default: 1 % of "
@@ -331,7 +353,9 @@ class EvaluationConfig(_Section):
     data: list[DataConfig] = Field(
         default_factory=list[DataConfig], description="held-out prompts, with answers for accuracy"
     )
-    grader: str = "exact_match"
+    grader: str = Field(
+        default="exact_match", description="what calls an answer right: a registry name, or package.module:function"
+    )
     limit: Positive | None = Field(default=None, description="prompts a domain at most")
     teachers: bool = Field(default=True, description="also evaluate every teacher")
     kl: bool = Field(
@@ -341,31 +365,42 @@ class EvaluationConfig(_Section):
 
 
 class ObserveConfig(_Section):
-    sinks: list[str] = Field(default_factory=lambda: ["jsonl", "tensorboard"])
-    progress: Literal["auto", "live", "plain", "none"] = "auto"
-    wandb_project: Text | None = None
+    sinks: list[str] = Field(
+        default_factory=lambda: ["jsonl", "tensorboard"],
+        description="where metrics go: jsonl, tensorboard, wandb, or package.module:Class",
+    )
+    progress: Literal["auto", "live", "plain", "none"] = Field(
+        default="auto", description="what the terminal shows; auto: a live panel, or plain lines where there is none"
+    )
+    wandb_project: Text | None = Field(default=None, description="project in Weights & Biases; needs the sink wandb")
 
 
 class RunConfig(_Section):
     """A whole run: teachers.yaml after composition."""
 
-    run: RunSection = RunSection()
-    prepare: PrepareConfig | None = None
-    student: StudentConfig
-    teachers: dict[str, TeacherConfig] = Field(min_length=1)
-    data: list[DataConfig] = Field(min_length=1)
-    objective: ObjectiveConfig = ObjectiveConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    teacher_manager: TeacherManagerConfig = TeacherManagerConfig()
-    server: ServerConfig = ServerConfig()
-    mesh: MeshConfig = MeshConfig()
-    store: StoreConfig = StoreConfig()
-    trainer: TrainerConfig = TrainerConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    observe: ObserveConfig = ObserveConfig()
+    run: RunSection = Field(default=RunSection(), description="name, folder and seed")
+    prepare: PrepareConfig | None = Field(
+        default=None, description="a script that makes models and prompts before the first run; default: none"
+    )
+    student: StudentConfig = Field(description="the model that learns, and how")
+    teachers: dict[str, TeacherConfig] = Field(min_length=1, description="name -> a model to learn from")
+    data: list[DataConfig] = Field(min_length=1, description="prompts to train on, and who teaches them")
+    objective: ObjectiveConfig = Field(default=ObjectiveConfig(), description="what is minimised")
+    rollout: RolloutConfig = Field(default=RolloutConfig(), description="how the student writes answers")
+    teacher_manager: TeacherManagerConfig = Field(
+        default=TeacherManagerConfig(), description="how teachers share model servers and score answers"
+    )
+    server: ServerConfig = Field(default=ServerConfig(), description="the model servers of student and teachers")
+    mesh: MeshConfig = Field(default=MeshConfig(), description="how weights travel to the rollout servers")
+    store: StoreConfig = Field(default=StoreConfig(), description="where samples wait to be learnt")
+    trainer: TrainerConfig = Field(default=TrainerConfig(), description="steps, batches, checkpoints")
+    evaluation: EvaluationConfig = Field(default=EvaluationConfig(), description="held-out prompts and their measures")
+    observe: ObserveConfig = Field(default=ObserveConfig(), description="metrics and progress")
     ray_address: Text | None = Field(
         default=None, description="null starts Ray on this machine; auto or an address joins a cluster"
     )
     resume: Text | None = Field(
-        default=None, description="auto: go on with the newest unfinished run of this name; or a run's folder"
+        default=None,
+        description="auto: go on with the newest unfinished run of this name, or begin a new one where there is none; "
+        "or a run's folder",
     )

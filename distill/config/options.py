@@ -20,7 +20,7 @@ from pydantic_core import to_json
 
 from distill import registry
 from distill.config.explain import Finding, explain
-from distill.config.models import ObjectiveConfig
+from distill.config.models import ObjectiveConfig, RunConfig
 from distill.config.schema import tagged
 from distill.errors import ConfigError
 
@@ -104,6 +104,16 @@ def own_settings(config: ObjectiveConfig) -> dict[str, Any]:
     """Every setting of the objective's class as plain values, defaults written out. Raises as `read_options`."""
     read = read_options(settings_class(config.name), config.options)
     return read.model_dump(mode="json", exclude=set(ObjectiveConfig.model_fields))
+
+
+def resolved(config: RunConfig) -> dict[str, Any]:
+    """All of a run as plain values: every default written out, those of the objective's class too.
+
+    Composing that again gives the same run. Raises as `own_settings`.
+    """
+    values = config.model_dump(mode="json")
+    values["objective"] |= own_settings(config.objective)
+    return values
 
 
 def option_findings(kind: type[Any], options: Mapping[str, Any]) -> list[Finding]:

@@ -7,7 +7,7 @@ advice of its own about `+`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from distill.config.schema import (
     holds,
     holds_list,
     is_mapping,
+    may_be_null,
     split,
     suggestion,
 )
@@ -58,8 +59,13 @@ class Overrides:
         return any(key[: len(given)] == given for given in self.keys)
 
 
-def read_overrides(arguments: Sequence[str], teachers: Iterable[str], data: int) -> Overrides:
-    """`teachers` are the names, `data` the number of entries that the file has. Raises ConfigError."""
+def read_overrides(
+    arguments: Sequence[str], teachers: Iterable[str], data: int, has_section: Callable[[KeyPath], bool]
+) -> Overrides:
+    """`teachers` are the names, `data` the number of entries that the file has; `has_section`: it has a mapping there.
+
+    Raises ConfigError.
+    """
     result, names = Overrides(), set(teachers)
     for argument in arguments:
         written = _split(argument)
@@ -75,7 +81,7 @@ def read_overrides(arguments: Sequence[str], teachers: Iterable[str], data: int)
             result.choices[group] = _choice(argument, group, override)
             result.keys.add((group, GROUPS[group]))
             continue
-        _check_shape(written, override.value())
+        _check_shape(written, override.value(), laid_over=has_section(key))
         if holds_list(annotation_at(key)):  # Hydra would lay it over what is there, or fail to
             result.settings.append(f"++{dotted(key)}=null")
         result.settings.append(f"++{dotted(key)}={value}")
@@ -169,8 +175,11 @@ def _check_removal(written: _Written) -> None:
         )
 
 
-def _check_shape(written: _Written, value: Any) -> None:
-    """Hydra lays a mapping over the one that is there: an empty one changes nothing, and a list cannot be laid over."""
+def _check_shape(written: _Written, value: Any, *, laid_over: bool) -> None:
+    """Hydra lays a mapping over the one that is there: an empty one changes nothing, and a list cannot be laid over.
+
+    Where there is none, and there need not be one, an empty mapping asks for all of its defaults: `student.lora={}`.
+    """
     annotation, name = annotation_at(written.key), dotted(written.key)
     if not is_mapping(annotation) or value is None:
         return
@@ -179,6 +188,8 @@ def _check_shape(written: _Written, value: Any) -> None:
             f"{COMMAND_LINE}: {name} must be {describe(annotation)}, and is {written.value or 'empty'}",
             fix=f"set what is below it: {name}.KEY=VALUE",
         )
+    if not value and not laid_over and may_be_null(annotation):
+        return
     empty = next(_empty_mappings(value, written.key), None)
     if empty is not None:
         raise ConfigError(

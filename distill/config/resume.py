@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from distill.config.explain import shown
-from distill.config.models import RunConfig
-from distill.config.options import own_settings
+from distill.config.models import ObjectiveConfig, RunConfig
+from distill.config.options import resolved
 from distill.config.schema import KeyPath, dotted
 
 Table = Mapping[str, tuple[str, ...]]
@@ -84,8 +84,7 @@ class Change:
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
     """Every setting as plain values: the same for configurations that mean the same, whatever defaults they write."""
-    values = config.model_dump(mode="json")
-    values["objective"] |= own_settings(config.objective)
+    values = resolved(config)
     for section in (values["student"], *values["teachers"].values()):
         section["tokenizer"] = section["tokenizer"] or section["model"]
     weights = {name: teacher.weight for name, teacher in config.teachers.items()}
@@ -102,7 +101,7 @@ def changes(now: Any, then: Any, at: KeyPath = ()) -> Iterator[Change]:
     if at in _OF_THIS_START or now == then:
         return
     if isinstance(now, Mapping) and isinstance(then, Mapping):
-        for name in {**then, **now}:
+        for name in _comparable(now, then, at):
             yield from changes(now.get(name), then.get(name), (*at, name))
     elif _holds_sections(now) and _holds_sections(then):
         for index in range(max(len(now), len(then))):
@@ -110,6 +109,14 @@ def changes(now: Any, then: Any, at: KeyPath = ()) -> Iterator[Change]:
             yield from changes(one, other, (*at, index))
     else:
         yield Change(at, now, then)
+
+
+def _comparable(now: Mapping[str, Any], then: Mapping[str, Any], at: KeyPath) -> list[str]:
+    """The keys to look at: where the objective is another one, what only one of them has says nothing more."""
+    names = list({**then, **now})
+    if at == ("objective",) and now["name"] != then["name"]:
+        return [name for name in names if name in ObjectiveConfig.model_fields]
+    return names
 
 
 def _holds_sections(value: Any) -> bool:

@@ -6,7 +6,7 @@ A key path is a tuple of names and list positions, written with dots for people:
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -64,6 +64,11 @@ def tagged(annotation: Any) -> dict[str, Any]:
         return {}
     names = {kind: (_settings(kind) or {}).get("name") for kind in kinds}
     return {tag: kind for kind, name in names.items() for tag in get_args(name)}
+
+
+def tags_with(annotation: Any, settings: Iterable[str]) -> list[str]:
+    """The names among those of `tagged` whose kind has all of these settings."""
+    return [tag for tag, kind in tagged(annotation).items() if set(settings) <= set(_settings(kind) or {})]
 
 
 def without_tags(path: KeyPath, root: Any) -> KeyPath:
@@ -124,6 +129,13 @@ def is_mapping(annotation: Any) -> bool:
     """The value must be a mapping: of settings, or of names."""
     kinds = members(annotation)
     return bool(kinds) and all(_settings(kind) is not None or get_origin(kind) is dict for kind in kinds)
+
+
+def may_be_null(annotation: Any) -> bool:
+    """The value may be left out, as null."""
+    if get_origin(annotation) is Annotated:
+        return may_be_null(get_args(annotation)[0])
+    return type(None) in get_args(annotation)
 
 
 def holds_list(annotation: Any) -> bool:

@@ -28,12 +28,13 @@ def build_objective(config: ObjectiveConfig) -> Objective:
             fix="give it `spec`, `contract` and `__call__`, as distill.protocols.Objective says",
         )
     _check_mixture(config.mixture, objective.spec)
-    if config.outcome is None:
-        return objective
     # here, because it loads torch
+    from distill.objectives.idle_settings import refuse_idle
     from distill.objectives.outcome_mix import with_outcome
 
-    return with_outcome(objective, config.outcome)
+    mixed = with_outcome(objective, config.outcome)
+    refuse_idle(objective, config.outcome)
+    return mixed
 
 
 def _check_mixture(mixture: str, spec: SignalSpec) -> None:

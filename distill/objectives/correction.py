@@ -101,7 +101,7 @@ def require_bounded(loss_N: Tensor, weight_N: Tensor, tokens: Sampled, rows: Tok
         return
     row = first(bad_N)
     place = rows.describe(row)
-    log_p, log_mu = float(tokens.log_p_N[row]), float(tokens.behaviour_logp_N[row])
+    log_p, log_mu = float(tokens.log_p_N[row].detach()), float(tokens.behaviour_logp_N[row])
     raise StudentError(
         f"{place}: the importance weight p/mu of the sampled token overflows: log p is {log_p:.4g} and log mu "
         f"{log_mu:.4g}, so the log ratio is {log_p - log_mu:.4g}",

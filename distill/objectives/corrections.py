@@ -81,6 +81,7 @@ class Clamp(TokenWeight):
 
     name: Literal["clamp"] = "clamp"
     low: float = 0.2
+    """Least weight of a token."""
     high: float = 5.0
     """The bounds of NeMo-RL's multi-teacher recipe."""
 
@@ -101,9 +102,11 @@ class SAO(Correction):
 
     name: Literal["sao"] = "sao"
     eps_low: float = 0.3
+    """How far below 1 a ratio may be."""
     eps_high: float = 5.0
     """The paper's band for reasoning; (0.8, 3.0) is its band for coding."""
     variant: Literal["detached", "through", "surrogate"] = "detached"
+    """Where the gradient goes: through log p alone, through f as well, or through f in the place of log p."""
 
     def __post_init__(self) -> None:
         require_positive(self.name, eps_low=self.eps_low, eps_high=self.eps_high)
@@ -130,6 +133,7 @@ class IcePop(TokenWeight):
 
     name: Literal["icepop"] = "icepop"
     low: float = 0.5
+    """Tokens with a smaller ratio are left out."""
     high: float = 2.0
     """The band of Nemotron-Cascade 2 (arXiv 2603.19220), and of GLM-5 (arXiv 2602.15763)."""
 
@@ -167,7 +171,9 @@ class IcePopPPO(Correction):
 
     name: Literal["icepop_ppo"] = "icepop_ppo"
     low: float = 0.5
+    """Tokens with a smaller k are left out."""
     high: float = 2.0
+    """Tokens with a larger k are left out."""
     eps: float = 0.2
     """PPO's clip range (arXiv 1707.06347)."""
 
@@ -187,9 +193,9 @@ class IcePopPPO(Correction):
 class _SequenceBand(SequenceCorrection, ABC):
     """1 for samples with low <= R <= high, 0 for the others."""
 
-    low: float = 0.99
-    high: float = 1.01
-    """The band usual for geometric rejection sampling: a mean is far steadier than one token's ratio."""
+    # The band usual for geometric rejection sampling: a mean is far steadier than one token's ratio.
+    low: Annotated[float, Field(description="Samples with a smaller R are left out.")] = 0.99
+    high: Annotated[float, Field(description="Samples with a larger R are left out.")] = 1.01
 
     def __post_init__(self) -> None:
         require_band("seq_geo_mask", self.low, self.high)
@@ -242,10 +248,10 @@ class _ProbabilityDifference(Correction, ABC):
     """-keep A r + kl_tau (log r)^2, with the gradient through r; keep is 0 where the probability has already moved far
     in the direction of A. The second term is on every token."""
 
-    low: float = 0.2
-    """Fall of the probability p - mu beyond which a token is left out, as in prime-rl."""
-    kl_tau: float = 1e-3
-    """As in prime-rl."""
+    low: Annotated[
+        float, Field(description="Fall of the probability p - mu beyond which a token is left out, as in prime-rl.")
+    ] = 0.2
+    kl_tau: Annotated[float, Field(description="Weight of the second term, as in prime-rl.")] = 1e-3
 
     def __post_init__(self) -> None:
         require_positive("prob_diff", low=self.low)

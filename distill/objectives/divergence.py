@@ -17,19 +17,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from distill.errors import ConfigError, TeacherError
+from distill.errors import ConfigError
 from distill.objectives import formulas
 from distill.objectives.formulas import Formula
 from distill.objectives.fused import compare_full
-from distill.objectives.rows import (
-    MASS_SLACK,
-    TokenRows,
-    first,
-    given_by_teacher,
-    refuse_ignored,
-    require_finite,
-    require_teacher,
-)
+from distill.objectives.rows import TokenRows, refuse_ignored, require_finite
+from distill.objectives.teacher_rows import full_of_teacher, require_teacher, require_whole
 from distill.objectives.topk import FORMS, WHOSE, compare_topk
 from distill.protocols import Contract
 from distill.registry import did_you_mean
@@ -72,9 +65,11 @@ class _Divergence(ABC):
             refuse_ignored(self, ("k", "form"), "with support=full")
             return
         if self.k < 1:
+            given = f"got {self.k}" if self.k else "and was not given"
             raise ConfigError(
-                f"objective.k: must be at least 1 with support={self.support}, got {self.k}",
-                fix="objective.k=64 covers nearly all of the mass of a trained model",
+                f"objective.k: must be at least 1 with support={self.support}, {given}",
+                fix="set objective.k, to no more than the ids of the vocabulary: 64 covers nearly all of the mass of a "
+                "trained model; or remove objective.support",
             )
         if self.k == 1 and self.form == "renormalised":
             raise ConfigError(
@@ -111,6 +106,7 @@ class _Divergence(ABC):
 
         Raises TeacherError or StudentError, naming the row and the rule, for a row whose loss is not a finite number.
         """
+        require_teacher(rows, "teacher_logp_N")  # not compared, but NaN there is a broken teacher
         if self.support == "full":
             return self._full(rows)
         formula = self._masses.get(self.form, self._formula)
@@ -142,25 +138,9 @@ class _Divergence(ABC):
             require_finite(loss_N, rows, log_q_NC.masked_fill(harmless_NC, 0.0))
 
     def _full(self, rows: TokenRows) -> tuple[Tensor, dict[str, Tensor]]:
-        log_q_NV = given_by_teacher(rows, "full_logp_NV")
-        if log_q_NV.shape != rows.student_logits_NV.shape:
-            raise TeacherError(
-                f"{rows.describe(0)}: the teacher's rows are {tuple(log_q_NV.shape)}, "
-                f"the student's {tuple(rows.student_logits_NV.shape)}",
-                why="both are cut to the common vocabulary before they are compared",
-            )
+        log_q_NV = full_of_teacher(rows)
         got = compare_full(rows.student_logits_NV, log_q_NV, self._formula, smoothing=self._smoothing)
-        whole_N = (got.mass - 1.0).abs() <= MASS_SLACK
-        if not bool(whole_N.all()):
-            require_teacher(rows, "full_logp_NV")
-            row = first(~whole_N)
-            place = rows.describe(row)
-            raise TeacherError(
-                f"{place}: the teacher's probabilities add up to {float(got.mass[row]):.6g}, not 1",
-                why="a row must be a distribution over the common vocabulary",
-                fix="cut padded rows of the teacher's head before its softmax, and send log-probabilities, not logits",
-                **place.blame,
-            )
+        require_whole(rows, got.mass)
         self._require_finite(got.loss, rows, rows.student_logits_NV, log_q_NV)
         return got.loss, {"kl": got.kl, "entropy_gap": got.entropy_gap}
 

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from distill.errors import ConfigError, TeacherError
 from distill.objectives.fused import compute_dtype, row_blocks
-from distill.objectives.rows import TokenRows, first, require_teacher
+from distill.objectives.rows import TokenRows, first
+from distill.objectives.teacher_rows import distributions, require_teacher, topk_of_teacher
+from distill.types import Signal, SignalSpec, Support
 
 
 def mix_rows(mixture: str, parts: Sequence[TokenRows], weights: Tensor) -> TokenRows:
@@ -33,8 +35,10 @@ def mix_rows(mixture: str, parts: Sequence[TokenRows], weights: Tensor) -> Token
     read = [index for index, share_N in enumerate(shares_MN) if bool((share_N > 0).any())]
     parts, shares_MN = [parts[index] for index in read], shares_MN[read]
     rows = parts[0]
+    # each teacher by itself: a mixture may look whole where one of them is broken
+    sampled = [require_teacher(part, "teacher_logp_N")[:, None] for part in parts]
     if rows.full_logp_NV is not None:
-        log_q_NV, log_z_N = log_mixture(mixture, [require_teacher(part, "full_logp_NV") for part in parts], shares_MN)
+        log_q_NV, log_z_N = log_mixture(mixture, [distributions(part) for part in parts], shares_MN)
         empty_N = log_z_N == -torch.inf
         if bool(empty_N.any()):
             raise TeacherError(
@@ -45,7 +49,6 @@ def mix_rows(mixture: str, parts: Sequence[TokenRows], weights: Tensor) -> Token
         sampled_N = log_q_NV.gather(-1, rows.tokens_N[:, None])[:, 0]
         return replace(rows, full_logp_NV=log_q_NV, teacher_logp_N=sampled_N)
     assert mixture == "arithmetic", "build_objective lets no other mixture through"
-    sampled = [require_teacher(part, "teacher_logp_N")[:, None] for part in parts]
     mixed = {"teacher_logp_N": _arithmetic(sampled, shares_MN)[:, 0]}
     if rows.topk_ids_NK is not None:
         mixed |= _mix_topk(parts, shares_MN)
@@ -60,19 +63,21 @@ def combine(mixture: str, parts: Sequence[TokenRows], weights: Sequence[Tensor])
 
 
 def _mix_topk(parts: Sequence[TokenRows], shares_MN: Tensor) -> dict[str, Tensor]:
-    rows = parts[0]
+    ids_NK = parts[0].topk_ids_NK
+    assert ids_NK is not None
     for index, part in enumerate(parts[1:], 1):
-        if part.topk_ids_NK is None or not torch.equal(part.topk_ids_NK, rows.topk_ids_NK):  # pyright: ignore[reportArgumentType]
+        if part.topk_ids_NK is None or not torch.equal(part.topk_ids_NK, ids_NK):
             raise TeacherError(
                 f"{part.describe(0)}: the teachers number 0 and {index} of a mixture answered for other ids",
                 why="a mixture is taken token by token",
                 fix="use objective.support=student_topk: every teacher answers for the same ids",
             )
-    mixed = {"topk_logp_NK": _arithmetic([require_teacher(part, "topk_logp_NK") for part in parts], shares_MN)}
-    if rows.log_tail_N is not None:
-        tails = [require_teacher(part, "log_tail_N")[:, None] for part in parts]
-        mixed["log_tail_N"] = _arithmetic(tails, shares_MN)[:, 0]
-    return mixed
+    spec = SignalSpec(Signal.TOPK, ids_NK.shape[-1], Support.STUDENT)  # build_objective lets no other through
+    topks = [topk_of_teacher(part, spec) for part in parts]
+    return {
+        "topk_logp_NK": _arithmetic([topk.log_q_NK for topk in topks], shares_MN),
+        "log_tail_N": _arithmetic([topk.log_tail_N[:, None] for topk in topks], shares_MN)[:, 0],
+    }
 
 
 def log_mixture(mixture: str, log_q: Sequence[Tensor], weights: Tensor) -> tuple[Tensor, Tensor]:

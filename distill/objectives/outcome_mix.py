@@ -16,7 +16,7 @@ from distill.objectives.corrections import DEFAULT, Clamp, IcePop, NoCorrection,
 from distill.objectives.fused import compute_dtype
 from distill.objectives.policy_gradient import PolicyGradient
 from distill.objectives.rows import TokenRows
-from distill.objectives.sampled import token_logp
+from distill.objectives.sampled import WEIGHT_METRICS, token_logp
 from distill.protocols import Contract, Objective, SequenceObjective
 from distill.types import SignalSpec
 
@@ -82,9 +82,11 @@ class AdvantageMix:
         return self.objective.condition(rows, student_logp_N)
 
     def __call__(self, rows: TokenRows) -> tuple[Tensor, dict[str, Tensor]]:
-        """As `PolicyGradient.__call__`. Raises StudentError also where the rows have no outcome."""
+        """As `PolicyGradient.__call__`, and the metric `outcome_advantage`, |A_o|. Raises StudentError also where the
+        rows have no outcome."""
         log_p_N = token_logp(rows)
-        return self.objective.loss(rows, log_p_N, self.advantage(rows, log_p_N.detach()))
+        loss_N, metrics = self.objective.loss(rows, log_p_N, self.advantage(rows, log_p_N.detach()))
+        return loss_N, {**metrics, "outcome_advantage": require_outcome(rows).abs()}
 
     def advantage(self, rows: TokenRows, current_N: Tensor) -> Tensor:
         """a A_o + c A (N,), constant. `current_N` is log p."""
@@ -122,7 +124,13 @@ class LossMix:
         return rows
 
     def __call__(self, rows: TokenRows) -> tuple[Tensor, dict[str, Any]]:
-        """Loss (N,), and the metrics of `objective`. Raises what that raises, and StudentError without an outcome."""
+        """Loss (N,), the metrics of `objective`, and beside them `outcome_advantage`, |A_o|, and what the correction of
+        the outcome's loss does, which may be another than that of `objective`: `outcome_importance_weight`,
+        `outcome_gated_low` and `outcome_gated_high`. Raises what `objective` raises, and StudentError without an
+        outcome."""
         loss_N, metrics = self.objective(rows)
-        outcome_loss_N, _ = self.policy.loss(rows, token_logp(rows), require_outcome(rows))
-        return (1.0 - self.teacher_share) * outcome_loss_N + self.teacher_share * loss_N, metrics
+        outcome_N = require_outcome(rows)
+        outcome_loss_N, corrected = self.policy.loss(rows, token_logp(rows), outcome_N)
+        mixed_N = (1.0 - self.teacher_share) * outcome_loss_N + self.teacher_share * loss_N
+        told = {f"outcome_{name}": corrected[name] for name in WEIGHT_METRICS}
+        return mixed_N, {**metrics, "outcome_advantage": outcome_N.abs(), **told}

@@ -15,9 +15,11 @@ from distill.errors import ConfigError
 from distill.objectives import advantages
 from distill.objectives.correction import Sampled, SequenceCorrection, require_bounded
 from distill.objectives.corrections import DEFAULT, Importance
-from distill.objectives.rows import TokenRows, refuse_ignored, require_finite, require_teacher
+from distill.objectives.rows import TokenRows, refuse_ignored, require_finite
 from distill.objectives.sampled import (
     ESTIMATORS,
+    LEAST,
+    MOST,
     check_clip,
     k1,
     require_advantage,
@@ -25,9 +27,13 @@ from distill.objectives.sampled import (
     token_logp,
     weight_metrics,
 )
+from distill.objectives.teacher_rows import require_teacher
 from distill.protocols import Contract
 from distill.registry import did_you_mean
 from distill.types import Signal, SignalSpec
+
+LEAST_POWER = 1e-9
+"""(q^a - p^a)/a is the log ratio there to all digits of float32, and far below it 0/0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +77,16 @@ class PolicyGradient:
                 fix=did_you_mean(self.estimator, ESTIMATORS) + "; to learn from a divergence, use it as the objective",
             )
         check_clip(self.advantage_clip)
-        for name, most in (("power", 1.0), ("discount", 1.0), ("iw_gain", float("inf"))):
+        for name, least, most in (("power", LEAST_POWER, 1.0), ("discount", LEAST, 1.0), ("iw_gain", LEAST, MOST)):
             value = getattr(self, name)
-            if not 0 <= value <= most or value == float("inf"):
+            if not 0 <= value <= most:
                 raise ConfigError(f"objective.{name}: must be between 0 and {most:g}, got {value}")
+            if 0 < value < least:
+                raise ConfigError(
+                    f"objective.{name}: must be 0 or at least {least:g}, got {value}",
+                    why="float32 holds seven digits: what it would change of an advantage is rounded away",
+                    fix=f"remove objective.{name}",
+                )
         if self.estimator != "k1":
             refuse_ignored(self, ("power",), f"with estimator={self.estimator}: it replaces k1")
         if self.discount == 0:

@@ -36,8 +36,9 @@ def row_weights(
     token weighs 1 / (segments of its trajectory), so that a trajectory cut in many pieces counts no more than a whole
     one. An empty trajectory name makes the sample a trajectory of its own.
 
-    Samples without trained tokens have weight 0 and count in no mean. Raises ConfigError for an unknown reduction and
-    for weights that are negative, not finite, missing for a domain, or all 0.
+    Samples without trained tokens have weight 0 and count in no mean. So has every sample where all domains that are
+    there weigh 0. Raises ConfigError for an unknown reduction and for weights that are negative, not finite, or missing
+    for a domain.
     """
     if reduction not in REDUCTIONS:
         raise ConfigError(
@@ -92,12 +93,8 @@ def _shares(present: Sequence[str], domain_weights: Mapping[str, float] | None) 
             f"objective.domain_weights.{wrong[0]}: must be a number of at least 0, got {domain_weights[wrong[0]]}"
         )
     total = sum(domain_weights[domain] for domain in present)
-    if not total > 0:
-        raise ConfigError(
-            f"objective.domain_weights: all domains of this batch ({', '.join(present)}) have weight 0",
-            why="the batch would teach nothing",
-            fix="give a domain a weight above 0, or take it out of the data",
-        )
+    if not total:  # a batch that teaches nothing is no fault: the next may hold the other domains
+        return dict.fromkeys(present, 0.0)
     return {domain: domain_weights[domain] / total for domain in present}
 
 

@@ -14,15 +14,10 @@ import torch
 from torch import Tensor
 
 from distill.errors import ConfigError, DistillError, StudentError, TeacherError
-from distill.objectives.fused import compute_dtype
 
 LOGP_SLACK = 1e-2
 """How far above 0 rounding may lift a log-probability: float16 has 11 significant bits, and a sum over a large
 vocabulary in float32 loses some more. Anything above is not a log-probability."""
-
-MASS_SLACK = 2e-2
-"""How far from 1 rounding may move the sum of a teacher's probabilities: float16 rounds log q
-down to -32 by up to 2^-7, and a sum whose terms all err to one side is off by as much. Beyond is no distribution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,38 +109,6 @@ def _describe_cut(describe: Callable[[int], Place], keep: slice | Tensor, row: i
 def first(bad_N: Tensor) -> int:
     """Index of the first true element."""
     return int(bad_N.int().argmax())
-
-
-def given_by_teacher(rows: TokenRows, name: str) -> Tensor:
-    """The member `name` of the rows. Raises TeacherError when the teacher did not give it."""
-    value: Tensor | None = getattr(rows, name)
-    if value is None:
-        raise TeacherError(
-            f"{rows.describe(0)}: the scores have no {name.rsplit('_', 1)[0]}",
-            why="the objective needs a richer signal than this teacher gave",
-            fix="choose an objective that needs less, or a teacher backend that can give it",
-        )
-    return value
-
-
-def require_teacher(rows: TokenRows, name: str) -> Tensor:
-    """The member `name` of the rows in the dtype of the losses, checked to hold log-probabilities.
-
-    Raises TeacherError when the teacher did not give it, or where it holds NaN, +inf or a value above 0. -inf is a
-    probability of zero and is allowed.
-    """
-    value = given_by_teacher(rows, name).to(compute_dtype(rows.student_logits_NV))
-    # amax carries a NaN along, and a NaN compares false
-    if value.numel() and not bool(value.amax() <= LOGP_SLACK):
-        row = first(~(value.reshape(len(value), -1).amax(-1) <= LOGP_SLACK))
-        place = rows.describe(row)
-        raise TeacherError(
-            f"{place}: the teacher's {name.rsplit('_', 1)[0]} holds NaN, +inf or a value above 0",
-            why="a log-probability is at most 0; nothing is clamped, so that a broken teacher cannot go unnoticed",
-            fix="check the teacher's weights and dtype: float16 overflows in some models",
-            **place.blame,
-        )
-    return value
 
 
 def require_finite(loss_N: Tensor, rows: TokenRows, teacher: Tensor) -> None:

@@ -57,12 +57,17 @@ def sampler_logp(rows: TokenRows) -> Tensor:
     return behaviour_N
 
 
+LEAST, MOST = 1e-6, 1e6
+"""Of numbers that an advantage is clipped to or multiplied by: float32 holds seven digits."""
+
+
 def check_clip(advantage_clip: float | None) -> None:
-    """Raises ConfigError for a clip that leaves no advantage."""
-    if advantage_clip is not None and not advantage_clip > 0:
+    """Raises ConfigError for a clip that leaves no advantage, or clips none."""
+    if advantage_clip is not None and not LEAST <= advantage_clip <= MOST:
         raise ConfigError(
-            f"objective.advantage_clip: must be above 0, got {advantage_clip}",
-            why="an advantage clipped to 0 optimises nothing",
+            f"objective.advantage_clip: must be between {LEAST:g} and {MOST:g}, got {advantage_clip}",
+            why="float32 knows log p to about 1e-6, and an advantage clipped to less optimises nothing; beside one of "
+            "more than 1e6 the other tokens of a step are lost",
             fix="objective.advantage_clip=null turns clipping off",
         )
 
@@ -92,6 +97,10 @@ def require_advantage(advantage_N: Tensor, rows: TokenRows, current_N: Tensor, l
         fix="use policy_gradient with objective.advantage_clip and objective.estimator=k1",
         **where.blame,
     )
+
+
+WEIGHT_METRICS = ("importance_weight", "gated_low", "gated_high")
+"""What `weight_metrics` tells."""
 
 
 def weight_metrics(weight_N: Tensor, log_ratio_N: Tensor) -> dict[str, Tensor]:

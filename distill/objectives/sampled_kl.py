@@ -13,8 +13,9 @@ from torch import Tensor
 
 from distill.errors import ConfigError
 from distill.objectives.corrections import DEFAULT, WeightOnly
-from distill.objectives.rows import TokenRows, require_finite, require_teacher
+from distill.objectives.rows import TokenRows, require_finite
 from distill.objectives.sampled import k1, k2, k3, require_advantage, sampler_logp, token_logp, weight_metrics
+from distill.objectives.teacher_rows import require_teacher
 from distill.protocols import Contract
 from distill.registry import did_you_mean
 from distill.types import Signal, SignalSpec

@@ -15,8 +15,9 @@ from torch import Tensor
 from distill.objectives import advantages
 from distill.objectives.alignment import NONE
 from distill.objectives.corrections import DEFAULT, WeightOnly
-from distill.objectives.rows import TokenRows, refuse_ignored, require_finite, require_teacher
+from distill.objectives.rows import TokenRows, refuse_ignored, require_finite
 from distill.objectives.sampled import check_clip, require_advantage, sampler_logp, token_logp, weight_metrics
+from distill.objectives.teacher_rows import require_teacher
 from distill.protocols import Contract
 from distill.types import Signal, SignalSpec
 

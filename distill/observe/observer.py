@@ -22,7 +22,7 @@ from distill.observe.metrics import check_names
 from distill.observe.progress import open_progress
 from distill.observe.record import KINDS, LEVELS, EvalRecord, Event, Span, StepRecord
 from distill.observe.report import write_report
-from distill.observe.result import closing_lines, final_table, summary, write_result
+from distill.observe.result import closing_lines, ended_early, final_table, summary, write_result
 from distill.observe.sinks import METRICS_FILE
 from distill.observe.timeline import union
 from distill.protocols import PublishResult, Sink
@@ -237,7 +237,7 @@ class Observer:
             result["error"] = error
         write_result(self._run_dir, result)
         write_report(self._run_dir, self._history, result, self._run_dir / METRICS_FILE, self._config_text)
-        if result["domains"]:
+        if result["domains"] and not ended_early(result):
             self._console.print(final_table(self._history, result))
         for line in closing_lines(result):
             self._console.print(Text(line), soft_wrap=True)  # a path stays in one piece

@@ -87,10 +87,11 @@ class PlainProgress:
 def plain_line(record: StepRecord, history: History) -> str:
     values = record.values
     kl = " ".join(f"{name} {_kl(record, name)}" for name in history.teachers)
+    rewards = _rewards(record)
     return (
         f"[{duration(record.time)}] step {record.step}/{history.total_steps}  loss {values['train/loss']:.4f}  "
-        f"kl {kl}  tok/s rollout {values['rate/rollout_tok_s']:.0f} score {values['rate/score_tok_s']:.0f} "
-        f"train {values['rate/train_tok_s']:.0f}  staleness {values['staleness/max']:.0f}  "
+        f"kl {kl}  {f'reward {rewards}  ' if rewards else ''}tok/s rollout {_rate(record, 'rollout')} "
+        f"score {_rate(record, 'score')} train {_rate(record, 'train')}  staleness {values['staleness/max']:.0f}  "
         f"swaps {sum(history.swaps.values())}"
     )
 
@@ -112,6 +113,18 @@ def duration(seconds: float) -> str:
 def _kl(record: StepRecord, teacher: str) -> str:
     value = record.values.get(f"teacher/kl/{teacher}")
     return "–" if value is None else f"{value:.4f}"
+
+
+def _rate(record: StepRecord, kind: str) -> str:
+    """Tokens/s while this kind of work went on; – when none ended since the step before, as rollout before the last."""
+    value = record.values[f"rate/{kind}_tok_s"]
+    return f"{value:.0f}" if value else "–"
+
+
+def _rewards(record: StepRecord) -> str:
+    """Mean reward of each domain; empty in a run without outcomes."""
+    marks = [(name, value) for name, value in record.values.items() if name.startswith("reward/")]
+    return " ".join(f"{name.removeprefix('reward/')} {value:.3f}" for name, value in marks)
 
 
 @dataclass(slots=True)
@@ -200,10 +213,10 @@ def _head(history: History, now: float, left_s: float | None) -> RenderableType:
 
 
 def _numbers(history: History, record: StepRecord) -> RenderableType:
-    values = record.values
+    values, rewards = record.values, _rewards(record)
     return Text(
-        f"loss {values['train/loss']:.4f} · tok/s rollout {values['rate/rollout_tok_s']:.0f}, "
-        f"score {values['rate/score_tok_s']:.0f}, train {values['rate/train_tok_s']:.0f} · "
+        f"loss {values['train/loss']:.4f} · {f'reward {rewards} · ' if rewards else ''}"
+        f"tok/s rollout {_rate(record, 'rollout')}, score {_rate(record, 'score')}, train {_rate(record, 'train')} · "
         f"staleness {values['staleness/max']:.0f} · swaps {sum(history.swaps.values())} · "
         f"{values['memory/peak_gb']:.1f} GB"
     )

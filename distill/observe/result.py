@@ -85,6 +85,16 @@ def final_table(history: History, result: dict[str, Any]) -> Table:
 
 def closing_lines(result: dict[str, Any]) -> list[str]:
     """What stands below the table: the run in a line, and where everything is."""
+    return [*([] if ended_early(result) else _figures(result)), *_places(result)]
+
+
+def ended_early(result: dict[str, Any]) -> bool:
+    """The run ended before it had learnt or measured anything: it has no figures to show."""
+    marks = [mark for row in result["domains"].values() for mark in row.values()]
+    return result["status"] != "done" and not result["steps"] and all(mark is None for mark in marks)
+
+
+def _figures(result: dict[str, Any]) -> list[str]:
     lines = [
         f"{result['weight_updates']} weight updates, {result['teacher_swaps']} teacher swaps, "
         f"{result['samples']} samples, {result['tokens']} tokens in {result['wall_s']:.0f} s; "
@@ -99,12 +109,15 @@ def closing_lines(result: dict[str, Any]) -> list[str]:
         lines.append(f"{quarantined} samples could not be used and were set aside: quarantine.jsonl says why")
     if not result["domains"]:
         lines.append("evaluation.data names no held-out prompts: accuracy was not measured")
-    if result["export_dir"]:
-        lines.append(f"student  {result['export_dir']}")
+    return lines
+
+
+def _places(result: dict[str, Any]) -> list[str]:
     folder = Path(result["run_dir"])
-    lines += [
+    student = [f"student  {result['export_dir']}"] if result["export_dir"] else []
+    return [
+        *student,
         f"result   {folder / RESULT_FILE}",
         f"metrics  {folder / 'metrics.jsonl'}",
         f"report   {folder / REPORT_FILE}",
     ]
-    return lines

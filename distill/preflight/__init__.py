@@ -1,7 +1,7 @@
 """Everything that can be known of a run before a model is loaded: files, tokenizers, prompts, the machine.
 
 `folder` reads model folders, `vocabulary` compares tokenizers, `data` reads prompts. `foreign` is
-for teachers with another tokenizer. `machine` looks at disk and ports,
+for teachers with another tokenizer, `lora` for the layers that get adapters. `machine` looks at disk and ports,
 `programs` at interpreters and devices, `parts` at the user's own classes. `prepare` runs a recipe's script, and
 `inspection` puts all of it in order.
 """

@@ -53,6 +53,8 @@ class ModelFolder:
     stored_bytes: int
     dtype: str
     """Of most of its bytes, as safetensors spells it."""
+    layers: tuple[str, ...]
+    """Names of the modules whose weight is a matrix, or has more dimensions."""
 
     def loaded_bytes(self, itemsize: int) -> int:
         """Weight bytes in a process that holds every parameter with `itemsize` bytes."""
@@ -84,6 +86,11 @@ def inspect_folder(path: Path, role: str, broken: type[DistillError]) -> ModelFo
         parameters=sum(math.prod(entry.shape) for entry in tensors.values()),
         stored_bytes=sum(sizes.values()),
         dtype=max(sizes, key=lambda dtype: sizes[dtype]),
+        layers=tuple(
+            name.removesuffix(".weight")
+            for name, entry in tensors.items()
+            if name.endswith(".weight") and len(entry.shape) > 1
+        ),
     )
 
 

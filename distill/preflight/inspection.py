@@ -13,6 +13,7 @@ from distill.preflight import machine
 from distill.preflight.data import Prompts, load_prompts, prompts_needed
 from distill.preflight.folder import ModelFolder, existing_folder, inspect_folder, read_json
 from distill.preflight.foreign import check_alignment, make_translations
+from distill.preflight.lora import check_targets
 from distill.preflight.parts import check_parts
 from distill.preflight.programs import check_loss_kernel, check_programs
 from distill.preflight.vocabulary import (
@@ -129,14 +130,28 @@ def inspect_early(config: RunConfig) -> list[str]:
     """What can be told before a recipe has made its models and prompts. Returns notes; raises as `inspect` does."""
     check_parts(config)
     build_objective(config.objective)
-    foresee(config)
-    note = check_programs(config)
-    return [note] if note else []
+    notes = [foresee(config).note, warmup_note(config), check_programs(config)]
+    return [note for note in notes if note]
+
+
+def warmup_note(config: RunConfig) -> str:
+    """Empty where the learning rate has its peak before the last step."""
+    student, steps = config.student, config.trainer.steps
+    if student.warmup_steps < steps:
+        return ""
+    reached = (
+        "reaches its peak in the last step only"
+        if student.warmup_steps == steps
+        else f"never reaches its peak: {student.lr * steps / student.warmup_steps:.3g} at most"
+    )
+    return f"student.warmup_steps is {student.warmup_steps}, and trainer.steps {steps}: the learning rate {reached}"
 
 
 def inspect_models(config: RunConfig) -> Models:
-    """Student and teachers: folders whole, context and slot budget sufficient."""
+    """Student and teachers: folders whole, layers for LoRA there, context and slot budget sufficient."""
     student = inspect_folder(config.student.model, "student.model", StudentError)
+    if config.student.lora is not None and config.student.backend == "hf":
+        check_targets(config.student.lora, student)
     itemsize = ITEMSIZE[config.server.dtype]
     teachers = {name: _teacher(name, teacher, itemsize) for name, teacher in config.teachers.items()}
     limits = {model.role: model.context_length for model in (student, *(each.model for each in teachers.values()))}
@@ -193,9 +208,11 @@ def inspect_objective(config: RunConfig, vocabularies: Vocabularies) -> Objectiv
     check_alignment(config, list(vocabularies.foreign), objective)
     size = vocabularies.student.size
     if objective.spec.k > size:
+        topk = [f"objective.{name}" for name in ("support", "k", "form") if name in config.objective.options]
         raise ConfigError(
             f"objective.k is {objective.spec.k}, and the vocabulary has {size} ids",
-            fix=f"take a smaller k, or the whole vocabulary: objective={config.objective.name} without k",
+            fix=f"set objective.k={size} or less"
+            + (f"; or compare the whole vocabulary: remove {' and '.join(topk)}" if topk else ""),
         )
     return objective
 

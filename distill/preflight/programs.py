@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from functools import lru_cache
 
-from distill.config import RunConfig
+from distill.config import RunConfig, StudentConfig
 from distill.errors import ConfigError, EnvironmentFault, MissingDependency
 from distill.objectives import kernels
 from distill.protocols import Objective
@@ -26,8 +26,8 @@ _PACKAGES = {"embedded": "distill-engine", "sglang": "distill-engine[sglang]"}
 def check_programs(config: RunConfig) -> str:
     """A note where nothing could be checked, else an empty text.
 
-    Raises ConfigError for an interpreter that is none, MissingDependency where it lacks the server program,
-    EnvironmentFault for a CUDA device that is not there.
+    Raises ConfigError for an interpreter that is none, MissingDependency where it lacks the server program or the
+    student a package, EnvironmentFault for a CUDA device that is not there.
     """
     if config.ray_address is not None:
         return (
@@ -39,7 +39,24 @@ def check_programs(config: RunConfig) -> str:
         _check_device("server.device", config.server.device, interpreter)
     _check_device("student.device", config.student.device, sys.executable)
     _check_ranks(config)
+    if config.student.backend == "hf":
+        _check_student_packages(config.student)
     return ""
+
+
+def _check_student_packages(student: StudentConfig) -> None:
+    if student.lora is not None:
+        _require("student.lora", "peft", "lora", "remove student.lora")
+    if student.optimizer == "adamw_8bit":
+        _require("student.optimizer=adamw_8bit", "bitsandbytes", "adam8bit", "set student.optimizer=adamw")
+
+
+def _require(setting: str, package: str, extra: str, way_out: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise MissingDependency(
+            f"{setting} needs the package {package!r}, which is not installed",
+            fix=f"pip install 'distill-engine[{extra}]', or {way_out}",
+        )
 
 
 def _check_ranks(config: RunConfig) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distill.config import DataConfig, TeacherConfig
-from distill.config.checks import NAME
+from distill.config.checks import LEAST_WEIGHT, MOST_WEIGHT, NAME
 from distill.errors import ConfigError
 from distill.registry import did_you_mean
 from distill.types import Ids, Prompt
@@ -203,8 +203,13 @@ def _teachers(
     for name, weight in weights.items():
         if name not in teachers:
             raise ConfigError(f"{place}: {name!r} is not one of the teachers", fix=did_you_mean(name, teachers))
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
-            raise ConfigError(f"{place}: the weight of {name!r} must be a number above 0, and is {weight!r}")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+            raise ConfigError(
+                f"{place}: the weight of {name!r} must be a number between {LEAST_WEIGHT:g} and {MOST_WEIGHT:g}, "
+                f"and is {weight!r}",
+                why="a step is summed up in float32: beyond these bounds one part of it drowns another",
+                fix="leave out a teacher without weight",
+            )
     return {name: float(weight) for name, weight in weights.items()}
 
 

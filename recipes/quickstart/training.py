@@ -86,6 +86,10 @@ class BaseRecipe:
     ceiling: float = 0.36
     share_target: float = 0.35
 
+    @property
+    def most_steps(self) -> int:
+        return self.first_check + self.stride * self.max_strides
+
 
 def train_base(
     model: LlamaForCausalLM,
@@ -110,7 +114,7 @@ def train_base(
             names = rng.choices(list(shares), weights=list(shares.values()), k=BATCH_ROWS)
             train_step(model, tokenizer, optimizer, [splits[name].fresh(rng) for name in names])
 
-    lr, step, total = recipe.lr, recipe.first_check, recipe.first_check + recipe.stride * recipe.max_strides
+    lr, step, total = recipe.lr, recipe.first_check, recipe.most_steps
     scores: dict[str, float] = {}
     stride(range(recipe.first_check), lr)
     snapshot = _snapshot(model, optimizer)
@@ -130,7 +134,11 @@ def train_base(
             return scores
         snapshot = _snapshot(model, optimizer)
         shares = {name: 0.15 + max(0.0, recipe.share_target - score) for name, score in scores.items()}
-    raise MissedWindow(f"base of seed {seed}: {scores} after {step} steps")
+    reached = ", ".join(f"{score:.1%} of {name}" for name, score in scores.items())
+    raise MissedWindow(
+        f"the base of seed {seed} answers {reached} after {step} steps; "
+        f"wanted: each between {recipe.floor:.0%} and {recipe.ceiling:.0%}"
+    )
 
 
 def _snapshot(model: LlamaForCausalLM, optimizer: torch.optim.AdamW) -> tuple[dict[str, Any], dict[str, Any]]:

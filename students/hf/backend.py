@@ -132,7 +132,7 @@ class HFStudent:
         parameters = Parameters(model, keep_all=config.lora is not None or low_precision)
         optimizer = build_optimizer(parameters.named, config, embeddings=embedding_names(model))
         average = None if config.ema_decay is None else Average(parameters, config.ema_decay)
-        # published, exported: what the student computes with
+        # published, exported: what the student computes with, but for the rounding of merged adapters
         names = WeightNames(model, model_state(model), torch.bfloat16 if low_precision else None)
         return _Trained(model, head, parameters, optimizer, average, names, why_plain, why_padded)
 
@@ -151,7 +151,10 @@ class HFStudent:
         return self._trained.why_padded
 
     def step(self, batch: Batch, objective: Objective) -> StepResult:
-        """One optimiser step. Raises TeacherError or StudentError; then neither weights nor moments have changed."""
+        """One optimiser step; none where the gradient is exactly 0, and a version later all the same.
+
+        Raises TeacherError or StudentError; then neither weights nor moments have changed.
+        """
         began = time.monotonic()
         if batch.version != self._version:
             raise StudentError(
@@ -168,14 +171,10 @@ class HFStudent:
             self._parallel.sum_gradients(trained.parameters.values())
             grad_norm = self._clip(batch)
             lr = lr_at(self._version, self._config, self._total_steps)
-            for group in trained.optimizer.param_groups:
-                group["lr"] = lr
-            trained.optimizer.step()
+            if grad_norm:
+                self._move(lr)
         finally:
             trained.parameters.zero_grad()
-        trained.parameters.write_back()
-        if trained.average is not None:
-            trained.average.update()
         self._version += 1
         tokens = sum(len(lesson.trained) for lesson in lessons.values())
         tally = Tally.total(told)
@@ -192,6 +191,17 @@ class HFStudent:
             objective={name: tally.means(name) for name in tally.metrics if name not in ("kl", "entropy_gap")},
             peak_memory_bytes=peak_memory_bytes(),
         )
+
+    def _move(self, lr: float) -> None:
+        """Apply the gradient. Not for one of exactly 0: decay and the memory of earlier steps would move weights that
+        nothing holds in place, and where no sample counts only ddp has a gradient that AdamW would see."""
+        trained = self._trained
+        for group in trained.optimizer.param_groups:
+            group["lr"] = lr
+        trained.optimizer.step()
+        trained.parameters.write_back()
+        if trained.average is not None:
+            trained.average.update()
 
     def _learn(self, lessons: list[Lesson], batch: Batch, objective: Objective) -> Tally:
         """Forward and backward over this rank's lessons."""
@@ -306,8 +316,11 @@ class HFStudent:
         return totals
 
     def weights(self) -> Iterator[tuple[str, str, tuple[int, ...], Any]]:
-        """(Hugging Face name, dtype name, shape, flat uint8 array): what the student computes with, adapters merged in.
-        On the CPU the arrays are views of the weights where they can be: use them before the next step."""
+        """(Hugging Face name, dtype name, shape, flat uint8 array): what the student computes with.
+
+        Adapters are merged in, and the sum rounded to the weight's dtype. On the CPU the arrays are views of the
+        weights where they can be: use them before the next step.
+        """
         return weight_bytes(self._trained.model, self._trained.names)
 
     def shards(self) -> Iterator[WeightShard]:

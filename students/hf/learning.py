@@ -27,7 +27,7 @@ from students.hf.head import HeadInput
 
 def lessons_of(batch: Batch, rules: ObjectiveConfig) -> dict[str, Lesson]:
     """Sample id -> its lesson, for all samples that count: a trained token, and a domain whose weight is not 0. Factors
-    and outcomes are of the whole batch.
+    and outcomes are of the whole batch. Empty where no sample counts.
 
     Raises ConfigError for domain weights that do not fit the batch, StudentError for a missing reward.
     """

@@ -91,14 +91,14 @@ def _placed(key: str, tensor: Tensor, parameter: nn.Parameter) -> Tensor | int:
 def lr_at(step: int, config: StudentConfig, total_steps: int) -> float:
     """Learning rate of optimiser step `step`, counted from 0.
 
-    Rises over `warmup_steps` steps to the peak, then goes to `lr_final_ratio` of it at step `total_steps - 1`, and
-    stays there.
+    Rises over `warmup_steps` steps to the peak, then falls so that it would be `lr_final_ratio` of it at step
+    `total_steps`, the first that there is not: also the last step teaches, where that ratio is 0.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.lr_schedule == "constant":
         return config.lr
-    falling = max(1, total_steps - 1 - config.warmup_steps)
+    falling = max(1, total_steps - config.warmup_steps)
     done = min(1.0, (step - config.warmup_steps) / falling)
     share_left = 1.0 - done if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return config.lr * (config.lr_final_ratio + (1.0 - config.lr_final_ratio) * share_left)

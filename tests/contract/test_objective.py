@@ -45,7 +45,8 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "forward_kl": KL_OPTIONS,
     "jsd": [
         *BOUNDED_OPTIONS,
-        *({"beta": beta, "scaled": scaled} for beta in (0.0, 0.1, 0.9, 1.0) for scaled in (False, True)),
+        *({"beta": beta} for beta in (0.0, 0.1, 0.9, 1.0)),
+        *({"beta": beta, "scaled": True} for beta in (0.1, 0.9)),
         {"beta": 0.3, "teacher_smoothing": 0.1},
     ],
     "skew_kl": [*BOUNDED_OPTIONS, {"direction": "reverse", "alpha": 0.3}, {"alpha": 0.0}],

@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.builders_run import DEADLINE_S, Run, finished, start_server, write_run
-from tests.builders_student import VOCAB
+from tests.builders_student import VOCAB, write_experts
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -55,6 +55,22 @@ def test_a_run_leaves_a_student_that_transformers_loads_and_a_whole_record(tmp_p
     for folder in (exported, run.folder / "checkpoints" / "step-00000002" / "student"):
         assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size
         assert AutoTokenizer.from_pretrained(folder)("ab").input_ids
+
+
+def test_a_mixture_of_experts_with_adapters_learns_over_the_embedded_server(tmp_path: Path) -> None:
+    experts = write_experts(tmp_path / "experts", "mixtral")
+    run = finished(
+        tmp_path,
+        student={"model": "experts", "lora": {"r": 4}, "ema_decay": 0.5},
+        trainer={"steps": 2},
+        evaluation={"data": []},
+    )
+    assert (run.result()["status"], run.result()["weight_updates"]) == ("done", 2)
+    trained, base = (load_file(folder / "model.safetensors") for folder in (run.folder / "student", experts))
+    assert trained.keys() == base.keys()
+    changed = [name for name in base if ".experts." in name and not np.array_equal(trained[name], base[name])]
+    assert len(changed) == 18, "2 layers of 3 experts of 3 matrices"
+    assert "the export holds averaged weights" in (run.folder / "events.log").read_text()
 
 
 def test_a_synchronous_run_is_reproducible_bit_by_bit_also_over_a_stop(tmp_path: Path) -> None:

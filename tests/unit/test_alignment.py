@@ -157,5 +157,5 @@ def test_a_span_that_the_teacher_holds_impossible_is_an_error_that_names_a_row_o
 def test_a_clip_that_would_be_ignored_or_teach_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="advantage_clip: has no effect with form=k2"):
         SpanKL(advantage_clip=1.0)
-    with pytest.raises(ConfigError, match="advantage_clip: must be above 0"):
+    with pytest.raises(ConfigError, match="advantage_clip: must be between"):
         SpanKL(form="advantage", advantage_clip=0.0)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.common import write_plot
-from benchmarks.head_loss import KERNEL, OBJECTIVES, Case, measure, prepare
+from benchmarks.common import Turns, require_packages, run_case, write_plot
+from benchmarks.head_loss import KERNEL, OBJECTIVES, Case, main, measure, prepare
 from tests.builders_kernels import install_stand_in
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +50,42 @@ def test_a_benchmark_explains_itself(module: str) -> None:
         [sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert "--threads" in done.stdout
+
+
+def test_an_interpreter_without_a_package_is_named_with_what_to_install() -> None:
+    require_packages(sys.executable, ["torch"], install="torch")
+    with pytest.raises(SystemExit) as caught:
+        require_packages(sys.executable, ["torch", "no_such_package"], install="no-such-package")
+    lacks, fix = str(caught.value).splitlines()
+    assert lacks == f"error: {sys.executable} lacks no_such_package"
+    assert f"{sys.executable} -m pip install no-such-package" in fix
+
+
+def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=f"{tmp_path / 'python'} does not run"):
+        require_packages(str(tmp_path / "python"), ["torch"], install="torch")
+
+
+def test_a_case_that_fails_shows_its_last_words_and_not_its_numbers() -> None:
+    with pytest.raises(SystemExit) as caught:
+        run_case("benchmarks.no_such_module", {"steps": 3, "answers": [[0] * 1000]}, threads=1)
+    text = str(caught.value)
+    assert "steps=3, answers of 1" in text and "No module named benchmarks.no_such_module" in text
+    assert "0, 0" not in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it says what is missing where no GPU is")
+def test_the_benchmark_of_the_kernel_asks_for_a_gpu_first() -> None:
+    with pytest.raises(SystemExit, match="needs a CUDA GPU"):
+        main(["kernel"])
+
+
+def test_every_process_of_a_benchmark_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    turns = Turns(2)
+    turns.start("plain")
+    turns.start("chunks of 64")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith("] 1 of 2: plain") and second.endswith("] 2 of 2: chunks of 64")
 
 
 def test_a_plot_has_a_line_of_all_points_for_every_series(tmp_path: Path) -> None:

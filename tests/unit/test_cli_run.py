@@ -10,14 +10,18 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.markup import escape
+from rich.table import Table
 
 import distill.config.compose
 import distill.doctor
 from distill.cli.plan import size
+from distill.cli.program import show
 from distill.cli.run import main, quick_start
 from distill.config.compose import load_config
+from distill.config.options import resolved
 from distill.errors import RunStopped, ServerError
-from tests.builders_config import settings, write_run, write_tokenizer, write_yaml
+from tests.builders_config import settings, write_checkpoint, write_run, write_tokenizer, write_yaml
 
 ROOT = Path(distill.__file__).parents[1]
 HEAVY = {"torch", "ray", "transformers", "hydra", "omegaconf", "pydantic", "numpy", "rich", "aiohttp"}
@@ -72,7 +76,9 @@ def test_cfg_job_prints_the_whole_run_and_it_can_be_run_again(
     assert main([str(path), "student.lr=2e-4", "--cfg", "job"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["student"]["lr"] == 2e-4 and printed["trainer"]["max_staleness"] == 1
-    assert load_config(write_yaml(tmp_path / "again", printed)).config == load_config(path, ["student.lr=2e-4"]).config
+    assert printed["objective"]["support"] == "full", "also what the objective's class has by itself"
+    again = load_config(write_yaml(tmp_path / "again", printed)).config
+    assert resolved(again) == resolved(load_config(path, ["student.lr=2e-4"]).config) == printed
 
 
 def test_the_file_may_come_anywhere_and_a_folder_stands_for_it(
@@ -101,6 +107,39 @@ def test_a_dry_run_before_the_recipe_was_prepared_says_so(
     out = capsys.readouterr().out
     assert "Not made yet" in out and "of 192 samples" in out
     assert list(tmp_path.iterdir()) == [], "a dry run makes nothing"
+
+
+def test_the_plan_shows_how_the_student_trains_and_what_differs_from_the_run_that_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    student = {"model": "./base", "lr": 2e-4, "warmup_steps": 1, "ranks": 2, "device": "cpu", "dtype": "bfloat16"}
+    objective = {"name": "policy_gradient", "importance": "tis", "reduction": "seq_mean"}
+    path = write_run(tmp_path, student=student | {"lora": {"targets": ["lm_head"]}}, objective=objective)
+    write_checkpoint(tmp_path / "run", 2, load_config(path).config)
+    asked = [f"resume={tmp_path / 'run'}", "student.ranks=1", "student.lr=1e-4"]
+    assert main([str(path), "--dry-run", *asked]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    plan = {line[:18].strip(): line[18:].strip() for line in lines}
+    assert plan["start"] == f"goes on at step 2 of 3 in {tmp_path / 'run'}"
+    assert plan["other than before"] == "student.lr is 0.0001, and was 0.0002"
+    assert plan[""] == "student.ranks is 1, and was 2"
+    assert plan["student ranks"] == "1; bfloat16 on cpu"
+    assert plan["weights that learn"] == "LoRA: r=16, alpha=32.0, dropout=0.0, targets=['lm_head'], export=merged"
+    assert plan["optimizer"] == "adamw, lr 0.0001 after 1 steps of warm-up, linear towards 0 at step 3"
+    assert plan["its settings"].endswith("iw_gain=0.0, importance={name: tis, cap: 2.0}")
+    assert (plan["reduction"], plan["mixture"], plan["outcome"]) == ("seq_mean", "weighted", "none")
+    assert plan["loss kernel"] == "auto"
+    assert all(line == line.rstrip() for line in lines), "nobody copies blanks"
+    assert main([str(path), "--dry-run", "student.lora=null", "objective=reverse_kl", "objective.outcome=null"]) == 0
+    assert "student ranks       2, fsdp; bfloat16 on cpu\nweights that learn  all\n" in capsys.readouterr().out
+
+
+def test_what_is_piped_is_not_wrapped(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    table = Table("what", "found")
+    table.add_row("peft", escape("not installed: LoRA students. pip install 'distill-engine[lora]'"))
+    show(table)
+    assert "not installed: LoRA students. pip install 'distill-engine[lora]'" in capsys.readouterr().out
 
 
 def test_the_schema_is_valid_json_with_descriptions(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,26 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         "data.0.teachers.math must be more than 0",
     ),
     (
+        "a weight that float32 has no room for",
+        {"data": [{"path": "x", "teachers": {"math": 1e300, "code": 1}}]},
+        "data.0.teachers.math must be between 1e-06 and 1e+06, and is 1e+300",
+    ),
+    (
+        "a weight that is lost in float32",
+        {"teachers": {"math": {"model": "m", "weight": 1e-300}, "code": {"model": "c"}}},
+        "teachers.math.weight must be between 1e-06 and 1e+06, and is 1e-300",
+    ),
+    (
+        "domain weights without end",
+        {"objective": {"reduction": "domain_balanced", "domain_weights": {"math": 1e308, "code": 1e308}}},
+        "objective.domain_weights.code must be between 1e-06 and 1e+06, and is 1e+308",
+    ),
+    (
+        "an outcome too light to count",
+        {"objective": {"name": "policy_gradient", "outcome": {"weight": 1e-9, "baseline": "none"}}},
+        "objective.outcome.weight must be between 1e-06 and 1e+06, and is 1e-09",
+    ),
+    (
         "a teacher without work",
         {"data": [{"path": "x", "teachers": ["math"]}]},
         "teachers.code is named by no entry of data",

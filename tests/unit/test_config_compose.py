@@ -17,9 +17,12 @@ from distill.config.compose import LoadedConfig, load_config
 from distill.config.explain import located
 from distill.config.json_schema import json_schema
 from distill.config.models import RunConfig
+from distill.config.options import resolved
 from distill.config.overrides import read_overrides
+from distill.config.resume import settings_of
 from distill.config.schema import UnknownKey, annotation_at, describe, dotted, split
 from distill.errors import ConfigError
+from distill.objectives.build import build_objective
 from distill.registry import KINDS
 from tests.builders_config import settings, write_yaml
 
@@ -38,14 +41,35 @@ def refusal(folder: Path, *overrides: str, **changes: Any) -> str:
 
 def test_a_file_without_a_defaults_list_is_the_same_run_as_with_it(tmp_path: Path) -> None:
     plain = load(tmp_path)
-    assert load(tmp_path, defaults=["distill", "_self_"]).resolved == plain.resolved
+    assert load(tmp_path, defaults=["distill", "_self_"]).config == plain.config
     assert plain.config.objective.name == "reverse_kl"
 
 
-def test_the_resolved_configuration_composes_to_itself(tmp_path: Path) -> None:
-    first = load(tmp_path, "objective=jsd", "objective.beta=0.3", "student.lr=2e-4")
-    again = load_config(write_yaml(tmp_path / "elsewhere", first.resolved), [])
-    assert again.config == first.config
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["objective=jsd", "objective.beta=0.3", "student.lr=2e-4"],
+        ["objective.support=union", "objective.k=4", "objective.outcome={mix: loss}", "student.lora.r=4"],
+        ["objective=policy_gradient", "objective.importance=tis", "objective.reduction=seq_mean"],
+        ["objective=policy_gradient", "objective.importance={name: sao, variant: through}"],
+        *([f"objective={name}"] for name in KINDS["objective"]),
+    ],
+    ids=" ".join,
+)
+def test_the_resolved_configuration_composes_to_itself(tmp_path: Path, overrides: list[str]) -> None:
+    first = load(tmp_path, *overrides, rollout={"samples_per_prompt": 2}).config
+    again = load_config(write_yaml(tmp_path / "elsewhere", resolved(first)), []).config
+    assert resolved(again) == resolved(first) and settings_of(again) == settings_of(first)
+    assert again.model_copy(update={"objective": first.objective}) == first
+    assert build_objective(again.objective) == build_objective(first.objective)
+
+
+def test_the_resolved_configuration_holds_what_the_objectives_class_has_by_itself(tmp_path: Path) -> None:
+    importance = {"name": "tis", "cap": 2.0}
+    objective = resolved(load(tmp_path, "objective=policy_gradient", "objective.importance=tis").config)["objective"]
+    assert (objective["name"], objective["mixture"]) == ("policy_gradient", "weighted")
+    assert (objective["advantage_clip"], objective["importance"]) == (5.0, importance)
+    assert resolved(load(tmp_path).config)["objective"]["support"] == "full"
 
 
 def test_a_group_on_the_command_line_replaces_the_objective_of_the_file(tmp_path: Path) -> None:
@@ -204,6 +228,35 @@ def test_every_mistake_of_the_file_is_listed_at_once(tmp_path: Path) -> None:
     assert "trainer.steps must be a whole number" in said and "trainer.batch_size must be more than 0" in said
 
 
+def test_mistakes_are_listed_in_the_order_of_the_files_lines(tmp_path: Path) -> None:
+    text = (
+        "observe: {wandb_project: x}\nstudent: {model: b, lr_schedule: constant, lr_final_ratio: 0.5}\n"
+        "trainer: {batch_size: 3}\nrollout: {samples_per_prompt: 2}\n"
+        "teachers: {t: {model: m}}\ndata: [{path: d.jsonl}]\n"
+    )
+    path = tmp_path / "t.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["store.capacity=1"])
+    places = [line.split(": ")[0] for line in caught.value.what.splitlines() if line.startswith("- ")]
+    assert places == [f"- {path}:1", f"- {path}:2", f"- {path}:3", "- the command line"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hint"),
+    [
+        (["objective.importance.cap=3"], "set objective.importance.name=tis; or to "),
+        (["objective.importance.variant=through"], "set objective.importance.name=sao"),
+        (["objective.importance={}"], "set objective.importance.name=none; or to "),
+    ],
+)
+def test_settings_of_a_correction_that_is_not_named_are_told_whose_they_are(
+    tmp_path: Path, overrides: list[str], hint: str
+) -> None:
+    said = refusal(tmp_path, "objective=policy_gradient", *overrides)
+    assert "objective.importance" in said and hint in said
+
+
 def test_wrong_keys_of_the_objective_are_listed_with_the_others_and_their_lines(tmp_path: Path) -> None:
     objective = {"name": "policy_gradient", "importance": {"name": "tis", "cpa": 3, "cap": "2"}, "discont": 0.5}
     said = refusal(tmp_path, "objective.iw_gain=true", trainer={"step": 3}, objective=objective)
@@ -306,7 +359,7 @@ def test_a_key_path_survives_being_written_with_dots(path: list[str | int]) -> N
 
 @given(st.text(min_size=1, max_size=30).filter(lambda text: text.isprintable()))
 def test_any_text_of_a_path_reaches_hydra_as_it_is(text: str) -> None:
-    (setting,) = read_overrides([f"student.model=/{text}"], teachers=[], data=0).settings
+    (setting,) = read_overrides([f"student.model=/{text}"], teachers=[], data=0, has_section=lambda key: False).settings
     assert OverridesParser.create().parse_override(setting).value() == f"/{text}"
 
 
@@ -369,6 +422,19 @@ def test_the_schema_accepts_what_a_run_does(objective: dict[str, Any]) -> None:
 )
 def test_the_schema_refuses_what_a_run_does(objective: dict[str, Any]) -> None:
     assert verdicts(QUICK_START | {"objective": objective})
+
+
+def test_the_schema_describes_every_key() -> None:
+    schema = json_schema()
+    parts = {"RunConfig": schema} | {name: part for name, part in schema["$defs"].items() if part.get("properties")}
+    assert {"StudentConfig", "LoraConfig", "OutcomeConfig", "MeshConfig"} < set(parts)
+    bare = [
+        f"{name}.{key}"
+        for name, part in parts.items()
+        for key, value in part["properties"].items()
+        if not value.get("description") and "const" not in value  # the name that tells a correction's kind
+    ]
+    assert not bare, "give the field a description, or a text below it in an objective's class"
 
 
 def test_the_schema_describes_every_setting_of_every_objective() -> None:

@@ -47,6 +47,21 @@ def test_an_override_that_would_change_nothing_is_refused(tmp_path: Path, overri
     assert what in said and hint in said and said.startswith("the command line: ")
 
 
+@pytest.mark.parametrize("override", ["student.lora={}", "objective.outcome={}"])
+def test_an_empty_mapping_asks_for_all_defaults_of_what_the_file_does_not_have(tmp_path: Path, override: str) -> None:
+    values = settings() | {"rollout": {"samples_per_prompt": 2}}
+    section, key = override.removesuffix("={}").split(".")
+    for written in ({}, {key: None}):
+        config = load_config(
+            write_yaml(tmp_path, values | {section: values.get(section, {}) | written}), [override]
+        ).config
+        made = getattr(getattr(config, section), key)
+        assert made is not None and made == type(made)()
+    held = {"r": 4} if key == "lora" else {"weight": 2.0}
+    said = refusal(write_yaml(tmp_path, values | {section: values.get(section, {}) | {key: held}}), override)
+    assert "an empty mapping changes nothing" in said
+
+
 WRONG_KINDS = [
     ("trainer.steps=true", "trainer.steps must be a whole number, and is true"),
     ("trainer.steps=3.0", "trainer.steps must be a whole number, and is 3.0"),

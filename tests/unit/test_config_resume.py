@@ -100,6 +100,15 @@ def test_a_change_is_named_and_judged(before: dict[str, Any], after: dict[str, A
     assert says in str(found[0]) and found[0].allowed is allowed
 
 
+def test_of_another_objective_only_what_all_objectives_share_is_compared() -> None:
+    before = {"objective": {"name": "jsd", "beta": 0.3, "support": "union", "k": 4, "reduction": "seq_mean"}}
+    found = differences(config(objective=PG), config(**before))
+    assert [str(change) for change in found] == [
+        "objective.name is 'policy_gradient', and was 'jsd'",
+        "objective.reduction is 'token_mean', and was 'seq_mean'",
+    ]
+
+
 def test_a_teacher_more_or_less_is_a_change_that_is_not_allowed() -> None:
     one = {"teachers": {"math": {"model": "x"}}, "data": [{"path": "m.jsonl"}]}
     two = {"teachers": {"math": {"model": "x"}, "code": {"model": "y"}}, "data": [{"path": "m.jsonl"}]}

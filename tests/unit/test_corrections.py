@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -136,6 +137,14 @@ def test_a_ratio_that_nothing_bounds_is_an_error_of_the_weight_when_it_overflows
     )
     assert "no bound" in error.why and "objective.importance=tis" in error.fix and "diverge" not in str(error)
     assert (error.sample_id, error.teacher) == ("s", "t")
+
+
+def test_the_error_of_an_overflowing_weight_warns_of_nothing_else() -> None:
+    row = one_row(log_p=-1.0, log_mu=-900.0, log_q=-0.5)
+    row = replace(row, student_logits_NV=row.student_logits_NV.requires_grad_())
+    with warnings.catch_warnings(), pytest.raises(StudentError, match=r"the importance weight p/mu .* overflows"):
+        warnings.simplefilter("error")
+        objective_with(ImportanceSampling())(row)
 
 
 def test_a_sample_is_left_out_whole_where_its_mean_ratio_is_out_of_the_band() -> None:

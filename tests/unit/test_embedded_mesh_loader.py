@@ -7,14 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from distill.errors import MeshError
+from distill.objectives.divergence import JSD
 from distill.serving.embedded.jobs import Result
 from distill.serving.embedded.mesh_loader import TorchLoader
-from distill.serving.embedded.served import Limits
-from distill.serving.embedded.weights import checksums, live_tensors, octets
+from distill.serving.embedded.served import Limits, ServedModel
+from distill.serving.embedded.weights import checksums, live_tensors, octets, prepare
 from distill.transfermesh import Manifest, TensorSpec, model_digest, tensor_digest
-from tests.builders_embedded import finish, job, prompt, reference, running_engine, save_model, wait
+from tests.builders_embedded import CPU32, finish, job, prompt, reference, running_engine, save_model, wait
+from tests.builders_student import make_batch, start_student, write_experts
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +144,36 @@ def test_an_update_is_refused_while_the_weights_are_released(folder: Path, sent:
         with pytest.raises(MeshError, match="released"):
             TorchLoader(engine).begin(manifest(sent))
         engine.served = served
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_experts_come_one_by_one_as_files_name_them(kind: str, tmp_path: Path) -> None:
+    start = write_experts(tmp_path / "start", kind)
+    student = start_student(start)
+    student.step(make_batch(JSD().spec), JSD())
+    student.export(tmp_path / "new")
+    published = {
+        name: torch.from_numpy(data).view(torch.float32).reshape(shape) for name, _, shape, data in student.weights()
+    }
+    assert sum(".experts." in name for name in published) == 18
+    with running_engine(start) as engine:
+        loader = TorchLoader(engine)
+        assert stage(loader, published) == digest(published)
+        assert loader.commit(5) == digest(published)
+        served = engine.require_model()
+        held, expected = served.model.state_dict(), reference(tmp_path / "new").state_dict()
+        assert held.keys() == expected.keys()
+        assert all(torch.equal(held[name], tensor) for name, tensor in expected.items())
+        assert checksums(served) == {name: tensor_digest(octets(tensor)) for name, tensor in published.items()}
+        lacking = dict(list(published.items())[:-1])
+        with pytest.raises(MeshError, match="the sent weights lack"):
+            loader.begin(manifest(lacking))
+
+
+def test_a_folder_that_holds_experts_fused_is_loaded_all_the_same(tmp_path: Path) -> None:
+    start = write_experts(tmp_path / "start", "mixtral")
+    new = reference(write_experts(tmp_path / "new", "mixtral", seed=1))
+    save_file(new.state_dict(), tmp_path / "new" / "model.safetensors", metadata={"format": "pt"})
+    served = ServedModel.load(start, CPU32)
+    served = prepare(served, tmp_path / "new", None, CPU32).apply(served)
+    assert all(torch.equal(served.model.state_dict()[name], tensor) for name, tensor in new.state_dict().items())

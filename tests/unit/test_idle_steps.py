@@ -23,6 +23,8 @@ GATED = dataclasses.replace(
     grad_norm=0.0,
     objective={"gated_low": {"t": 0.75}, "gated_high": {"t": 0.25}, "importance_weight": {"t": 0.0}},
 )
+ARRIVED = dataclasses.replace(LEARNT, grad_norm=0.0, kl={"t": 0.0})
+UNKNOWN = "no other reason shows in its metrics"
 
 
 def changed(result: StepResult, **changes: Any) -> StepResult:
@@ -40,13 +42,20 @@ def counting(total: int = 1000) -> tuple[IdleSteps, list[str]]:
         (LEARNT, False),
         (GATED, True),
         (changed(GATED, grad_norm=1e-9), False),  # outcomes, or a term beside the gate, taught something
-        (changed(GATED, objective={"gated_low": {"t": 0.99}}), False),
-        (changed(GATED, objective={}), False),  # a student that has arrived
-        (changed(GATED, token_share={"t": 0.5, "u": 0.5}), False),
         (changed(LEARNT, grad_norm=0.0, tokens=0, token_share={}), True),
+        (changed(GATED, objective={}), True),
+        (ARRIVED, False),
+        (changed(ARRIVED, kl={"t": 1e-6}), False),  # 0 within rounding
+        (changed(ARRIVED, kl={"t": 1e-4}), True),
+        (changed(ARRIVED, kl={}), True),  # an objective that does not measure it
+        (changed(ARRIVED, token_share={"t": 0.5, "u": 0.5}), True),
+        (changed(ARRIVED, objective={"aligned": {"t": 0.5}}), False),
+        (changed(ARRIVED, objective={"aligned": {"t": 0.0}}), True),
+        (changed(ARRIVED, objective={"outcome_advantage": {"t": 0.0}}), True),
+        (changed(GATED, kl={"t": 0.0}), True),
     ],
 )
-def test_a_step_is_idle_where_no_token_counts_and_no_weight_is_moved(result: StepResult, idle: bool) -> None:
+def test_a_step_is_idle_where_its_gradient_is_0_unless_the_student_has_arrived(result: StepResult, idle: bool) -> None:
     assert is_idle(result) == idle
 
 
@@ -59,6 +68,47 @@ def test_an_idle_step_is_told_with_its_count_and_its_shares() -> None:
         "step 2 taught nothing (1 of 2 so far): 100 % of its 8 tokens are left out by the correction: 75 % are less "
         "probable to the student at temperature 1 than they were to the sampler, 25 % more"
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reasons"),
+    [
+        ({}, [UNKNOWN]),
+        ({"token_share": {}}, ["the teachers of its samples all have the weight 0"]),
+        ({"token_share": {}, "tokens": 0}, ["its samples all have the weight 0, or no token that is trained"]),
+        ({"objective": {"aligned": {"t": 0.0}}}, ["100 % of its 8 tokens are aligned with nothing"]),
+        ({"objective": {"outcome_advantage": {"t": 0.0}}}, ["the advantage of every outcome is 0"]),
+        ({"objective": {"outcome_advantage": {"t": 0.5}}}, [UNKNOWN]),
+        (
+            {"objective": {"outcome_advantage": {"t": 0.0}}, "kl": {"t": 0.0}},
+            ["the advantage of every outcome is 0", "the KL to the teacher is 0: t"],
+        ),
+        (
+            {"objective": {"gated_low": {"t": 0.5}, "aligned": {"t": 0.5}}, "kl": {"t": 0.2}},
+            ["50 % of its 8 tokens are left out by the correction", "50 % of its 8 tokens are aligned with nothing"],
+        ),
+        ({"objective": {"gated_low": {"t": 0.5}}}, ["50 % of its 8 tokens are left out by the correction", UNKNOWN]),
+        (
+            {"objective": {"gated_high": {"t": 1.0}}, "token_share": {"t": 0.25, "u": 0.75}, "kl": {"u": 0.0}},
+            ["25 % of its 8 tokens are left out by the correction", "the KL to the teacher is 0: u"],
+        ),
+    ],
+)
+def test_the_reasons_are_those_that_the_metrics_show(changes: dict[str, Any], reasons: list[str]) -> None:
+    steps, told = counting(total=1)
+    with pytest.raises(StudentError, match="no step of the run taught anything") as caught:
+        steps.take(changed(LEARNT, grad_norm=0.0, **changes))
+    found = told[0].removeprefix("step 1 taught nothing (1 of 1 so far): ").split("; ")
+    assert len(found) == len(reasons)
+    assert all(text.startswith(reason) for text, reason in zip(found, reasons, strict=True)), found
+    assert caught.value.fix
+
+
+def test_a_run_of_a_student_that_has_arrived_ends_well() -> None:
+    steps, told = counting(total=IN_A_ROW + 1)
+    for version in range(1, IN_A_ROW + 2):
+        steps.take(changed(ARRIVED, version=version))
+    assert told == [] and steps.state() == [IN_A_ROW + 1, 0, 0]
 
 
 def test_so_many_idle_steps_in_a_row_end_the_run_and_one_that_teaches_begins_the_count_anew() -> None:

@@ -34,6 +34,19 @@ async def test_base_student_and_teachers_are_evaluated_beside_training(tmp_path:
     assert len(house.teachers.wrote) == 2, "once for its accuracy, once for the answers of the KL"
 
 
+async def test_held_out_results_come_in_the_order_of_the_data(tmp_path: Path) -> None:
+    domains = ["sums", "letters", "code", "words", "algebra", "logic"]
+    await House(tmp_path, held_out=domains, kl=True).run(evaluate_every=None)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    names = [key.removeprefix("eval/accuracy/") for line in lines for key in line if key.startswith("eval/accuracy/")]
+    assert names == 2 * domains  # the base and the student
+
+
+async def test_a_run_without_held_out_prompts_spends_no_time_on_evaluation(tmp_path: Path) -> None:
+    result = await House(tmp_path, held_out=[]).run()
+    assert "eval" not in result["busy_s"] and result["busy_s"]["train"] > 0
+
+
 async def test_a_server_that_is_given_up_ends_the_run_with_its_own_error(tmp_path: Path) -> None:
     house = House(tmp_path)
     house.rollout.broken_at = 9

@@ -107,6 +107,7 @@ def test_teachers_without_a_common_token_have_no_geometric_mixture() -> None:
     for part, gone in zip(parts, (slice(0, 4), slice(4, 9)), strict=True):
         assert part.full_logp_NV is not None
         part.full_logp_NV[2, gone] = -math.inf
+        part.full_logp_NV[2] -= part.full_logp_NV[2].logsumexp(-1)
     with pytest.raises(TeacherError, match="row 2: no token has a probability with every teacher"):
         mix_rows("geometric", parts, torch.ones(2))
     assert mix_rows("arithmetic", parts, torch.ones(2)).full_logp_NV is not None
@@ -118,12 +119,48 @@ def test_weights_that_make_no_mixture_are_refused(weights: list[float]) -> None:
         mix_rows("arithmetic", parts_for(ReverseKL(), random_logits(0), 2), torch.tensor(weights))
 
 
-def test_a_broken_teacher_of_a_mixture_is_named() -> None:
-    names = ("math", "code")
-    parts = [
-        replace(part, describe=lambda row, name=name: Place(f"row {row}, teacher {name}"))
-        for part, name in zip(parts_for(ReverseKL(), random_logits(0), 2), names, strict=True)
+def named_parts(objective: Any) -> list[TokenRows]:
+    return [
+        replace(part, describe=lambda row, name=name: Place(f"row {row}, teacher {name}", teacher=name))
+        for part, name in zip(parts_for(objective, random_logits(0), 2), ("math", "code"), strict=True)
     ]
+
+
+@pytest.mark.parametrize("mixture", ["arithmetic", "geometric"])
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda log_q_NV: log_q_NV - math.log(2), "add up to 0.5, not 1"),
+        (lambda log_q_NV: log_q_NV - math.log(100), "add up to 0.01, not 1"),
+        (lambda log_q_NV: 3 * log_q_NV - 20, "not 1"),
+        (lambda log_q_NV: torch.full_like(log_q_NV, -math.inf), "add up to 0, not 1"),
+    ],
+    ids=["half", "a hundredth", "logits", "nothing"],
+)
+def test_each_teacher_of_a_mixture_must_give_a_distribution(mixture: str, damage: Any, said: str) -> None:
+    """Normalising a geometric mixture would hide it."""
+    math_part, code_part = named_parts(ReverseKL())
+    assert code_part.full_logp_NV is not None
+    code_part.full_logp_NV[3] = damage(code_part.full_logp_NV[3])
+    with pytest.raises(TeacherError, match=f"row 3, teacher code: the teacher's probabilities .*{said}") as caught:
+        mix_rows(mixture, [math_part, code_part], torch.ones(2))
+    assert caught.value.teacher == "code"
+
+
+def test_each_teacher_of_a_mixed_top_k_is_checked_by_itself() -> None:
+    for member, damage, said in (
+        ("topk_logp_NK", -1.0, "its tail add up to"),
+        ("log_tail_N", math.nan, "log_tail holds NaN"),
+        ("teacher_logp_N", math.nan, "teacher_logp holds NaN"),
+    ):
+        math_part, code_part = named_parts(ReverseKL(**STUDENT_TOPK))
+        getattr(code_part, member)[3] += damage
+        with pytest.raises(TeacherError, match=f"row 3, teacher code: the teacher's .*{said}"):
+            mix_rows("arithmetic", [math_part, code_part], torch.ones(2))
+
+
+def test_a_broken_teacher_of_a_mixture_is_named() -> None:
+    parts = named_parts(ReverseKL())
     assert parts[1].full_logp_NV is not None
     parts[1].full_logp_NV[3, 1] = math.nan
     with pytest.raises(TeacherError, match="row 3, teacher code: the teacher's full_logp holds NaN"):

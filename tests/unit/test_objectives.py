@@ -218,6 +218,64 @@ def test_a_broken_tail_is_an_error() -> None:
         values_of(ReverseKL(**TOPK), random_logits(0), random_logits(1), log_tail_N=tail_N)
 
 
+STUDENT_TOPK: dict[str, Any] = {"support": "student_topk", "k": 3}
+TOP_K_FORMS = [
+    ForwardKL(**support, form=form)
+    for support in (TOPK, UNION, STUDENT_TOPK)
+    for form in ("tail", "renormalised", "truncated", "corrected")
+]
+every_form = pytest.mark.parametrize("objective", TOP_K_FORMS, ids=lambda o: f"{o.support}-{o.form}")
+
+
+@every_form
+@pytest.mark.parametrize(
+    ("member", "damage", "said"),
+    [
+        ("topk_logp_NK", -60.0, "probabilities and its tail add up to .*, not 1"),
+        ("topk_logp_NK", -math.inf, "probabilities and its tail add up to .*, not 1"),
+        ("topk_logp_NK", 5.0, "holds NaN|add up to"),
+        ("log_tail_N", math.nan, "log_tail holds NaN"),
+        ("teacher_logp_N", math.nan, "teacher_logp holds NaN"),
+    ],
+)
+def test_every_form_of_a_top_k_is_given_a_distribution(objective: Any, member: str, damage: float, said: str) -> None:
+    rows = rows_for(objective, random_logits(0), random_logits(1), describe=describe)
+    getattr(rows, member)[3] += damage
+    with pytest.raises(TeacherError, match=rf"sample s3: the teacher's .*({said})") as caught:
+        objective(rows)
+    assert (caught.value.sample_id, caught.value.teacher) == ("s3", "math")
+
+
+@every_form
+def test_a_top_k_without_any_probability_is_the_teachers_fault(objective: Any) -> None:
+    """Although with a tail of 1 it adds up. What the student chose may have none, unless it must be renormalised."""
+    rows = rows_for(objective, random_logits(0), random_logits(1), describe=describe)
+    assert rows.topk_logp_NK is not None and rows.log_tail_N is not None
+    rows.topk_logp_NK[3], rows.log_tail_N[3] = -math.inf, 0.0
+    if objective.support == "student_topk" and objective.form != "renormalised":
+        assert bool(objective(rows)[0].isfinite().all())
+        return
+    with pytest.raises(TeacherError, match="sample s3: the teacher gives probability 0 to every token of its top-k"):
+        objective(rows)
+
+
+def test_the_ids_of_a_whole_vocabulary_must_add_up_to_1_by_themselves() -> None:
+    objective = ForwardKL(support="student_topk", k=9)
+    rows = rows_for(objective, random_logits(0), random_logits(1))
+    assert rows.topk_logp_NK is not None
+    rows.topk_logp_NK[3] -= math.log(2)
+    with pytest.raises(TeacherError, match=r"row 3: .* its tail add up to 0.5, not 1"):
+        objective(rows)
+
+
+@pytest.mark.parametrize("objective", [ReverseKL(), ForwardKL(), JSD(), SkewKL(), TotalVariation()], ids=repr)
+def test_a_broken_score_of_the_sampled_token_is_an_error_where_it_is_not_compared_too(objective: Any) -> None:
+    rows = rows_for(objective, random_logits(0), random_logits(1), describe=describe)
+    rows.teacher_logp_N[3] = math.nan
+    with pytest.raises(TeacherError, match="sample s3: the teacher's teacher_logp holds NaN"):
+        objective(rows)
+
+
 @pytest.mark.parametrize("objective", [ReverseKL(), ForwardKL(), JSD(), SkewKL(), TotalVariation()], ids=repr)
 @pytest.mark.parametrize(("mass", "said"), [(0.0, "add up to 0, not 1"), (0.5, "add up to 0.5, not 1")])
 def test_a_teacher_row_that_is_no_distribution_is_an_error(objective: Any, mass: float, said: str) -> None:

@@ -176,3 +176,75 @@ def test_settings_of_the_users_own_are_as_strict(options: dict[str, Any], says: 
 def test_a_share_that_float32_cannot_tell_from_the_end_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="objective"):
         build_objective(ObjectiveConfig.model_validate(options))
+
+
+ICEPOP_PPO = {"name": "icepop_ppo", "eps": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"name": "jsd", "beta": 0.0, "scaled": True}, "objective.scaled: has no effect with beta=0"),
+        ({"name": "jsd", "beta": 1, "scaled": True}, "objective.scaled: has no effect with beta=1"),
+        ({"importance": ICEPOP_PPO}, "objective.importance.eps (icepop_ppo): has no effect"),
+        ({"importance": {"name": "decoupled_ppo", "eps": 0.9}}, "objective.importance.eps (decoupled_ppo): has no"),
+        ({"importance": {"name": "decoupled_ppo", "alpha": 1.0}}, "objective.importance.alpha=1 (decoupled_ppo): has"),
+        (
+            {"importance": {"name": "decoupled_ppo", "alpha": 0, "cap": 2.0}},
+            "objective.importance.cap (decoupled_ppo): has no effect with alpha=0",
+        ),
+        ({"importance": ICEPOP_PPO, "outcome": {}}, "objective.importance.eps (icepop_ppo): has no effect"),
+        ({"advantage_clip": 1e-300}, "objective.advantage_clip: must be between 1e-06 and 1e+06, got 1e-300"),
+        ({"advantage_clip": 1e300}, "objective.advantage_clip: must be between 1e-06 and 1e+06, got 1e+300"),
+        ({"iw_gain": 1e300}, "objective.iw_gain: must be between 0 and 1e+06, got 1e+300"),
+        ({"iw_gain": 1e-300}, "objective.iw_gain: must be 0 or at least 1e-06, got 1e-300"),
+        ({"power": 1e-300}, "objective.power: must be 0 or at least 1e-09, got 1e-300"),
+        ({"discount": 1e-300}, "objective.discount: must be 0 or at least 1e-06, got 1e-300"),
+    ],
+)
+def test_settings_that_would_do_nothing_in_a_run_are_refused(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(**{"name": "policy_gradient", **section})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("own", "refused"),
+    [
+        ({"estimator": "k3"}, "estimator"),
+        ({"reference": "sampler"}, "reference"),
+        ({"power": 0.5}, "power"),
+        ({"advantage_clip": None}, "advantage_clip"),
+        ({"discount": 1.0}, "discount"),
+        ({"iw_gain": 0.5}, "iw_gain"),
+        ({"importance": "tis"}, None),
+        ({"advantage_clip": 5.0, "discount": 0.0}, None),
+    ],
+)
+def test_without_a_weight_of_the_teachers_settings_of_their_advantage_are_refused(
+    own: dict[str, Any], refused: str | None
+) -> None:
+    alone = {"name": "policy_gradient", **own, "outcome": {"teacher_weight": 0.0}}
+    if refused is None:
+        assert build(**alone) is not None
+        return
+    with pytest.raises(
+        ConfigError, match=rf"objective\.{refused}: has no effect with objective\.outcome\.teacher_weight"
+    ):
+        build(**alone)
+    build(**{**alone, "outcome": {"teacher_weight": 0.5}})
+    build(**{**alone, "outcome": {"mix": "loss"}})
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"name": "jsd", "beta": 0.5, "scaled": True},
+        {"name": "jsd", "beta": 1.0, "scaled": False},
+        {"name": "policy_gradient", "importance": {"name": "decoupled_ppo", "alpha": 0.5, "eps": 0.1, "cap": 3.0}},
+        {"name": "policy_gradient", "importance": {"name": "decoupled_ppo", "cap": 3.0, "eps": 0.2, "alpha": None}},
+        {"name": "policy_gradient", "importance": {"name": "icepop_ppo", "high": 4.0, "eps": 0.2}},
+    ],
+)
+def test_settings_that_do_something_and_defaults_written_out_are_taken(section: dict[str, Any]) -> None:
+    assert build(**section) is not None

@@ -213,6 +213,21 @@ def test_a_failed_run_leaves_its_error(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_a_run_that_failed_before_it_learnt_anything_prints_only_where_to_look(tmp_path: Path) -> None:
+    _, console, out = printed("none")
+    observer(tmp_path, console=console).finish("failed", error="rollout-0 died")
+    places = ["result", "metrics", "report"]
+    assert [line.split()[0] for line in out.getvalue().splitlines()] == places
+
+
+def test_a_run_that_failed_after_a_measurement_prints_it(tmp_path: Path) -> None:
+    _, console, out = printed("none")
+    seen = observer(tmp_path, console=console)
+    evaluated(seen, "base", "sums", 0.25)
+    seen.finish("failed", error="rollout-0 died")
+    assert "made-up: failed after 0 steps" in out.getvalue() and "25.0 %" in out.getvalue()
+
+
 def test_a_kl_that_is_no_number_is_told_and_left_out_of_result_and_report(tmp_path: Path) -> None:
     watching = observer(tmp_path)
     for step, kl in ((0, math.inf), (2, 0.5), (4, math.nan), (6, 0.25)):
@@ -370,6 +385,18 @@ def test_plain_progress_prints_steps_now_and_then_and_every_evaluation_and_event
     assert lines[4] == "[00:04] warning: rollout-1 died [and] came back"
     assert len(lines) == 5
     assert "debug   a detail" in (tmp_path / "events.log").read_text()
+
+
+def test_plain_progress_names_rewards_and_says_no_rate_of_what_did_not_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wind(monkeypatch)
+    config, console, out = printed("plain")
+    seen = observer(tmp_path, config=config, console=console)
+    seen.add_span("train", 1000.0, 1002.0, "", 80)
+    item = scored(0)
+    tell_step(seen, 1, [replace(item, sample=replace(item.sample, reward=0.25))])
+    assert "  reward sums 0.250  tok/s rollout – score – train 40  " in out.getvalue()
 
 
 def test_the_live_panel_shows_the_run_on_a_terminal(tmp_path: Path) -> None:

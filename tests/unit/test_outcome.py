@@ -18,6 +18,8 @@ from distill.errors import ConfigError, StudentError
 from distill.objectives import build_objective
 from distill.objectives.divergence import ReverseKL
 from distill.objectives.outcome import group_advantage, outcome_advantages, skip_observation_gae
+from distill.objectives.outcome_mix import AdvantageMix
+from distill.objectives.policy_gradient import PolicyGradient
 from distill.objectives.rows import TokenRows
 from distill.protocols import Objective, SequenceObjective
 from distill.types import Sample
@@ -99,10 +101,11 @@ def test_an_outcome_is_added_to_the_advantage_after_the_teachers_is_clipped() ->
     loss_1, metrics = mixed(rows)
     assert float(loss_1) == pytest.approx((2.0 * 3.0 + 0.5 * -5.0) * 2.0)
     assert float(metrics["kl"]) == pytest.approx(38.0)
+    assert float(metrics["outcome_advantage"]) == 3.0
 
 
 def test_teachers_without_weight_are_measured_and_not_learnt_from() -> None:
-    mixed = objective(name="policy_gradient", advantage_clip=None, outcome={"teacher_weight": 0.0})
+    mixed = AdvantageMix(objective=PolicyGradient(advantage_clip=None), teacher_weight=0.0)
     rows = one_row(log_p=-2.0, log_mu=-2.0, log_q=-math.inf, outcome_N=torch.tensor([1.0]))
     assert float(mixed(rows)[0]) == pytest.approx(2.0)
 
@@ -123,8 +126,34 @@ def test_a_loss_is_mixed_with_any_objective() -> None:
     outcome_N = -1.5 * torch.tensor([1.0, -2.0]) * logp_N
     want_N = 0.75 * outcome_N + 0.25 * ReverseKL()(rows)[0]
     torch.testing.assert_close(mixed(rows)[0], want_N)
-    assert set(mixed(rows)[1]) == set(ReverseKL()(rows)[1])
+    of_outcome = {"outcome_advantage", "outcome_importance_weight", "outcome_gated_low", "outcome_gated_high"}
+    assert set(mixed(rows)[1]) == {*ReverseKL()(rows)[1], *of_outcome}
+    assert mixed(rows)[1]["outcome_advantage"].tolist() == [1.0, 2.0]
     assert mixed.spec == ReverseKL().spec
+
+
+@pytest.mark.parametrize(("inner", "gated"), [("jsd", None), ("policy_gradient", 0.0)])
+def test_what_the_correction_of_the_outcome_leaves_out_is_told_apart_from_the_objectives(
+    inner: str, gated: float | None
+) -> None:
+    own = {} if gated is None else {"importance": "none"}
+    mixed = objective(name=inner, **own, outcome={"mix": "loss"})
+    student_NV = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.5, 0.5]], dtype=torch.float64).log()
+    rows = TokenRows(
+        student_logits_NV=student_NV,
+        tokens_N=torch.zeros(3, dtype=torch.int64),
+        behaviour_logp_N=torch.tensor([0.05, 0.4, 1.0], dtype=torch.float64).log(),
+        teacher_logp_N=student_NV[:, 0],
+        full_logp_NV=student_NV,
+        outcome_N=torch.ones(3),
+    )
+    _, metrics = mixed(rows)
+    assert metrics["outcome_importance_weight"].tolist() == pytest.approx([0.0, 1.25, 0.5])
+    assert metrics["outcome_gated_high"].tolist() == [1.0, 0.0, 0.0]
+    assert metrics["outcome_gated_low"].tolist() == [0.0, 0.0, 0.0]
+    assert ("gated_high" in metrics) == (gated is not None)
+    if gated is not None:
+        assert metrics["gated_high"].tolist() == [gated] * 3
 
 
 SEQUENCE = [

@@ -273,10 +273,10 @@ def test_no_tensor_as_wide_as_the_vocabulary_is_kept_beside_the_logits() -> None
         (lambda: PolicyGradient(power=1.5), "objective.power: must be between 0 and 1"),
         (lambda: PolicyGradient(discount=-0.1), "objective.discount: must be between 0 and 1"),
         (lambda: PolicyGradient(discount=math.nan), "objective.discount: must be between 0 and 1"),
-        (lambda: PolicyGradient(iw_gain=math.inf), "objective.iw_gain: must be between 0 and inf"),
+        (lambda: PolicyGradient(iw_gain=math.inf), "objective.iw_gain: must be between 0 and 1e+06"),
         (lambda: PolicyGradient(return_normalisation="length"), "return_normalisation: has no effect with discount=0"),
         (lambda: PolicyGradient(discount=0.5, iw_gain=0.5), "cannot be combined"),
-        (lambda: PolicyGradient(advantage_clip=0.0), "objective.advantage_clip: must be above 0"),
+        (lambda: PolicyGradient(advantage_clip=0.0), "objective.advantage_clip: must be between 1e-06 and 1e+06"),
     ],
 )
 def test_settings_that_are_wrong_ignored_or_teach_nothing_are_refused(build: Callable[[], Any], message: str) -> None:

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +29,8 @@ def preflight(folder: Path, **changes: Any) -> Any:
 
 
 def test_a_run_is_known_before_it_starts(tmp_path: Path) -> None:
-    found = preflight(tmp_path, rollout={"max_new_tokens": 8, "servers": 2})
+    student = {"model": "./base", "warmup_steps": 2}
+    found = preflight(tmp_path, student=student, rollout={"max_new_tokens": 8, "servers": 2})
     assert (found.vocab_size, found.end_ids, found.models.context_length, found.prompts.longest) == (ROWS, (2,), 32, 4)
     parameters = 2 * ROWS * HIDDEN + HIDDEN
     assert found.models.student.parameters == parameters
@@ -38,6 +40,15 @@ def test_a_run_is_known_before_it_starts(tmp_path: Path) -> None:
     plan = found.plan
     assert (plan.steps, plan.samples, plan.prompts, plan.epochs) == (3, 12, 12, 4.0)
     assert (plan.max_tokens, plan.swaps_per_step, plan.update_bytes) == (96, 1, parameters * 4 * 2)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "says"),
+    [(3, "reaches its peak in the last step only"), (4, "never reaches its peak: 7.5e-06 at most")],
+)
+def test_a_warm_up_that_lasts_as_long_as_the_run_is_a_note(tmp_path: Path, warmup: int, says: str) -> None:
+    notes = preflight(tmp_path, student={"model": "./base", "warmup_steps": warmup, "lr": 1e-5}).notes
+    assert notes == (f"student.warmup_steps is {warmup}, and trainer.steps 3: the learning rate {says}",)
 
 
 def test_a_smaller_dtype_needs_a_smaller_slot(tmp_path: Path) -> None:
@@ -121,7 +132,7 @@ def test_a_teacher_that_never_ends_where_the_student_does_is_refused_with_the_wa
 
 
 def test_a_teacher_with_ends_of_its_own_beside_the_students_is_a_note(tmp_path: Path) -> None:
-    path = write_run(tmp_path)
+    path = write_run(tmp_path, student={"model": "./base", "warmup_steps": 2})
     write_ends(tmp_path / "experts/math", "<eos>", generation=[2, 12])
     (note,) = inspect(load_config(path).config).notes
     assert "teachers.math: it also ends answers with 12 ('j'), where the student goes on" in note
@@ -171,6 +182,67 @@ def test_the_smallest_context_of_all_models_counts(tmp_path: Path) -> None:
     write_model(tmp_path / "experts/code", context=11)
     with pytest.raises(ConfigError, match=r"math.jsonl:1: .* more than the context of 11 \(teachers\.code\.model\)"):
         inspect(load_config(path).config)
+
+
+@pytest.mark.parametrize(
+    ("options", "says", "hint"),
+    [
+        (
+            {"support": "teacher_topk"},
+            "objective.k: must be at least 1 with support=teacher_topk, and was not given",
+            "remove",
+        ),
+        ({"support": "union", "k": -1}, "objective.k: must be at least 1 with support=union, got -1", "remove"),
+        (
+            {"support": "teacher_topk", "k": 15},
+            "objective.k is 15, and the vocabulary has 14 ids",
+            "set objective.k=14 or less; or compare the whole vocabulary: remove objective.support and objective.k",
+        ),
+    ],
+)
+def test_a_support_has_as_many_tokens_as_there_are(
+    tmp_path: Path, options: dict[str, Any], says: str, hint: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        preflight(tmp_path, objective=options)
+    assert says in caught.value.what and hint in caught.value.fix
+
+
+def inspect_adapted(folder: Path, targets: Any) -> None:
+    """Preflight of a student with two layers of attention, of which `targets` get adapters."""
+    path = write_run(folder, student={"model": "./base", "lora": {"targets": targets}})
+    names = [f"model.layers.{index}.self_attn.{name}.weight" for index in range(2) for name in ("q_proj", "v_proj")]
+    layers = {name: np.zeros((HIDDEN, HIDDEN), np.float32) for name in names}
+    save_file(weights(ROWS) | layers, folder / "base" / "model.safetensors")
+    inspect(load_config(path).config)
+
+
+@pytest.mark.parametrize(
+    "targets",
+    ["all-linear", ["q_proj"], ["self_attn.q_proj", "v_proj"], ["1.self_attn.q_proj"], r".*\.0\..*_proj"],
+)
+def test_layers_that_are_in_the_students_files_can_have_adapters(tmp_path: Path, targets: Any) -> None:
+    inspect_adapted(tmp_path, targets)
+
+
+@pytest.mark.parametrize(
+    ("targets", "says", "hint"),
+    [
+        (["qproj"], "'qproj' fits no layer", "did you mean 'q_proj'?"),
+        (["q_proj", "v_prj"], "'v_prj' fits no layer", "did you mean 'v_proj'?"),
+        (["self_atn.q_proj"], "'self_atn.q_proj' fits no layer", "did you mean 'self_attn.q_proj'?"),
+        (["proj"], "'proj' fits no layer", "known: embed_tokens, lm_head, q_proj, v_proj"),
+        (["norm"], "'norm' fits no layer", "known:"),
+        ("q_proj", "the expression 'q_proj' fits no layer", "a list, [q_proj]"),
+    ],
+    ids=str,
+)
+def test_a_target_that_fits_no_layer_is_refused_with_the_nearest_one(
+    tmp_path: Path, targets: Any, says: str, hint: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"student\.lora\.targets") as caught:
+        inspect_adapted(tmp_path, targets)
+    assert says in caught.value.what and hint in caught.value.fix
 
 
 def test_sharded_weights_are_counted_together(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,22 @@ def test_an_absent_sglang_is_noticed_before_the_run(monkeypatch: pytest.MonkeyPa
     with pytest.raises(MissingDependency, match=r"has no sglang") as caught:
         check_programs(config(server={"program": "sglang"}))
     assert "distill-engine[sglang]" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("student", "package", "extra"),
+    [({"lora": {}}, "peft", "lora"), ({"optimizer": "adamw_8bit"}, "bitsandbytes", "adam8bit")],
+)
+def test_an_absent_package_of_the_student_is_noticed_before_the_run(
+    student: dict[str, Any], package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else find(name))
+    wanted = config(student={"model": "b", **student})
+    with pytest.raises(MissingDependency, match=f"needs the package '{package}', which is not installed") as caught:
+        check_programs(wanted)
+    assert f"pip install 'distill-engine[{extra}]'" in caught.value.fix and caught.value.exit_code == 3
+    assert check_programs(config()) == "", "nothing is asked of a student that needs neither"
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,12 @@ def test_who_teaches_a_row(tmp_path: Path) -> None:
         ({"prompt": "a", "domain": "math", "teacher": 3}, "neither a name, nor names"),
         ({"prompt": "a", "domain": "math", "teacher": "cod"}, "did you mean 'code'"),
         ({"prompt": "a", "domain": "math", "teacher": ["math", "code", "math"]}, "'math' is named twice"),
-        ({"prompt": "a", "domain": "math", "teacher": {"code": -1}}, "must be a number above 0, and is -1"),
+        (
+            {"prompt": "a", "domain": "math", "teacher": {"code": -1}},
+            "the weight of 'code' must be a number between 1e-06 and 1e+06, and is -1",
+        ),
+        ({"prompt": "a", "domain": "math", "teacher": {"code": 1e-300}}, "and is 1e-300"),
+        ({"prompt": "a", "domain": "math", "teacher": {"code": 1e300}}, "and is 1e+300"),
         ({"prompt": "a", "domain": "math", "answer": ["x"]}, "'answer' is not a text"),
         ({"promptt": "a", "domain": "math"}, "did you mean 'promptt'"),
         (["a"], "not a JSON object, but list"),

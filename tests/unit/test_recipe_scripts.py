@@ -8,7 +8,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+Report = Callable[[int, int], None]
 QUICKSTART_MODULES = ("domains", "tinymodel", "training", "experts", "prepare")
 
 
@@ -170,6 +171,28 @@ def test_a_base_that_never_reaches_its_window_is_reported(one_thread: None) -> N
     recipe = training.BaseRecipe(first_check=1, stride=1, max_strides=1)
     with pytest.raises(training.MissedWindow, match="after 2 steps"):
         training.train_base(tinymodel.make_model(0), tokenizer, splits, 0, recipe)
+
+
+def test_a_base_that_is_made_again_says_why_and_begins_at_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seeds: list[int] = []
+
+    def train(_model: object, _tokenizer: object, _splits: object, seed: int, _recipe: object, report: Report) -> None:
+        seeds.append(seed)
+        for done in range(5):
+            report(done, 4)
+        raise quickstart.MissedWindow(f"seed {seed} learnt nothing")
+
+    monkeypatch.setattr(quickstart, "train_base", train)
+    monkeypatch.setattr(quickstart, "TRIES", 2)
+    with quickstart.Display(3) as display, pytest.raises(SystemExit, match="seed 1000 learnt nothing"):
+        quickstart.make_all(tmp_path, 0, display)
+    told = [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert seeds == [0, 1000]
+    names = [f"1 of 3, base of seed {seed}, 360 steps at most: " for seed in seeds]
+    tries = [[name + word for word in ("begins", "25%", "50%", "75%", "missed its window")] for name in names]
+    assert told == [*tries[0], "try 2 of 2, with another seed, because seed 0 learnt nothing", *tries[1]]
 
 
 def test_every_figure_that_is_missed_is_named() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from distill.config import RunConfig
-from distill.config.resume import settings_of
 from distill.errors import ConfigError
 from distill.run_folder import (
     allowed_changes,
@@ -20,6 +18,7 @@ from distill.run_folder import (
     owned,
     set_aside,
 )
+from tests.builders_config import write_checkpoint
 
 
 def config(folder: Path | None, **changes: Any) -> RunConfig:
@@ -30,13 +29,6 @@ def config(folder: Path | None, **changes: Any) -> RunConfig:
         "data": [{"path": "math.jsonl"}],
     }
     return RunConfig.model_validate(values | changes)
-
-
-def write_checkpoint(folder: Path, step: int, made_by: RunConfig) -> None:
-    place = folder / "checkpoints" / f"step-{step:08d}"
-    (place / "student").mkdir(parents=True)
-    (place / "samples.dpk").touch()
-    (place / "state.json").write_text(json.dumps({"step": step, "settings": settings_of(made_by)}))
 
 
 def test_runs_that_begin_in_the_same_second_get_folders_of_their_own(tmp_path: Path) -> None:
@@ -156,8 +148,12 @@ def test_how_a_run_would_begin_is_told_without_touching_anything(
     before = everything(tmp_path)
     start = foresee(asked)
     assert start.checkpoint is not None and (start.folder, start.checkpoint.step) == (Path("outputs/r/1"), 4)
+    assert start.note == ""
     (runs / "1" / "result.json").write_text('{"status": "done"}')
-    assert foresee(asked).checkpoint is None, "it is finished"
+    start = foresee(asked)
+    assert start.checkpoint is None, "it is finished"
+    assert start.note == "resume=auto: run outputs/r/1 is finished; this is a new run"
+    assert foresee(config(None)).note == "", "a new run is what was asked for"
     (runs / "1" / "result.json").write_text('{"stat')
     assert foresee(asked).checkpoint is not None, "half a result is that of a run that was killed"
     assert [path for path in everything(tmp_path) if path.name != "result.json"] == before

@@ -307,17 +307,29 @@ def sample_of_length(index: int, size: int) -> ScoredSample:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "middle", "last"), [("constant", 1.0, 1.0), ("linear", 0.55, 0.1), ("cosine", 0.55, 0.1)]
+    # 10 steps rise and 100 fall: the last is 99 of 100 down. (1 + cos(0.99 pi)) / 2 = sin(0.005 pi)^2 = 0.000246720
+    ("schedule", "middle", "last", "beyond"),
+    [("constant", 1.0, 1.0, 1.0), ("linear", 0.55, 0.109, 0.1), ("cosine", 0.55, 0.100222048, 0.1)],
 )
-def test_the_learning_rate_warms_up_and_ends_at_its_final_share(schedule: str, middle: float, last: float) -> None:
+def test_the_learning_rate_warms_up_and_reaches_its_final_share_behind_the_last_step(
+    schedule: str, middle: float, last: float, beyond: float
+) -> None:
     settings = {"model": "m", "lr": 1.0, "warmup_steps": 10, "lr_schedule": schedule, "lr_final_ratio": 0.1}
     config = StudentConfig.model_validate(settings)
-    rates = [lr_at(step, config, total_steps=111) for step in range(120)]
+    rates = [lr_at(step, config, total_steps=110) for step in range(120)]
     assert rates[0] == pytest.approx(0.1)
     assert rates[9] == rates[10] == 1.0
     assert rates[60] == pytest.approx(middle)
-    assert rates[110] == rates[119] == pytest.approx(last)
+    assert rates[109] == pytest.approx(last, rel=1e-8)
+    assert rates[110] == rates[119] == pytest.approx(beyond)
     assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+@pytest.mark.parametrize(("schedule", "last"), [("linear", 1 / 4), ("cosine", (1 - 0.5**0.5) / 2)])
+def test_the_last_step_still_teaches_where_the_final_share_is_nothing(schedule: str, last: float) -> None:
+    config = StudentConfig.model_validate({"model": "m", "lr": 1.0, "warmup_steps": 0, "lr_schedule": schedule})
+    rates = [lr_at(step, config, total_steps=4) for step in range(4)]
+    assert (rates[0], rates[2], rates[3]) == pytest.approx((1.0, 0.5, last))
 
 
 def test_a_run_shorter_than_its_warm_up_still_has_a_learning_rate() -> None:

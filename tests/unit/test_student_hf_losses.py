@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from distill.config.models import ObjectiveConfig
 from distill.errors import ServiceError, StudentError, TeacherError
+from distill.idle_steps import IdleSteps, is_idle
 from distill.objectives import build_objective
 from distill.objectives.divergence import JSD, ForwardKL, ReverseKL
 from distill.objectives.policy_gradient import PolicyGradient
 from distill.types import Batch, ScoredSample, StepResult
 from students.hf.backend import HFStudent
-from tests.builders_student import VOCAB, make_batch, student_config, write_student
+from tests.builders_student import VOCAB, make_batch, student_config, weights_of, write_student
 
 FULL = ReverseKL().spec
 SAMPLED = PolicyGradient().spec
@@ -200,7 +201,6 @@ def test_returns_along_a_sample_do_not_depend_on_chunks_or_micro_batches(model: 
 def test_an_outcome_counts_beside_the_teachers(model: Path) -> None:
     rules: dict[str, Any] = {
         "name": "policy_gradient",
-        "advantage_clip": None,
         "importance": "none",
         "outcome": {"mix": "advantage", "weight": 2.0, "teacher_weight": 0.0, "baseline": "none"},
     }
@@ -290,6 +290,80 @@ def test_a_domain_of_weight_0_is_left_out(model: Path, mixture: str) -> None:
     result = learn(model, both, ReverseKL(), rules)
     assert result.loss == pytest.approx(learn(model, batch, ReverseKL(), {"mixture": mixture}).loss, rel=1e-5)
     assert result.tokens == batch.response_tokens
+
+
+def rewarded(rewards: list[float]) -> Callable[[Batch], Batch]:
+    """One prompt, whose answers have these rewards."""
+
+    def of(batch: Batch) -> Batch:
+        prompt_ids = batch.samples[0].sample.prompt_ids
+        values = iter(rewards)
+        return changed(batch, reward=lambda _: next(values), prompt_ids=lambda _: prompt_ids)
+
+    return of
+
+
+def without_spans(batch: Batch) -> Batch:
+    def scored(item: ScoredSample) -> ScoredSample:
+        nowhere = np.full(len(item.sample.response_ids), -1, np.int32)
+        return dataclasses.replace(item, scores=tuple(dataclasses.replace(each, spans=nowhere) for each in item.scores))
+
+    return Batch(batch.version, tuple(scored(item) for item in batch.samples))
+
+
+def weighing(weight: float) -> Callable[[Batch], Batch]:
+    return lambda batch: changed(batch, teachers=lambda item: dict.fromkeys(item.sample.teachers, weight))
+
+
+OUTCOME = {"name": "policy_gradient", "importance": "none", "outcome": {"teacher_weight": 0.0}}
+LEFT = {"reduction": "domain_balanced", "domain_weights": {"math": 0.0, "code": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("rules", "with_fault", "reason"),
+    [
+        (OUTCOME, rewarded([1.0] * 6), "the advantage of every outcome is 0"),
+        ({"name": "span_kl"}, without_spans, "tokens are aligned with nothing"),
+        ({"name": "jsd"}, weighing(1e-50), "no other reason shows"),
+        ({"name": "jsd"}, weighing(0.0), "the teachers of its samples all have the weight 0"),
+        ({"name": "jsd", **LEFT}, weighing(1.0), "its samples all have the weight 0"),
+    ],
+)
+def test_a_step_that_teaches_nothing_leaves_the_weights_and_is_told_with_its_reason(
+    model: Path, rules: dict[str, Any], with_fault: Callable[[Batch], Batch], reason: str
+) -> None:
+    objective = build_objective(ObjectiveConfig.model_validate(rules))
+    student = start(model, rules, weight_decay=0.1, warmup_steps=0)
+    before = weights_of(student)
+    result = student.step(with_fault(make_batch(objective.spec)), objective)
+    assert (result.version, result.grad_norm, result.loss) == (1, 0.0, 0.0)
+    assert weights_of(student) == before
+    told: list[str] = []
+    IdleSteps("", total_steps=2, on_event=lambda _, text: told.append(text)).take(result)
+    assert len(told) == 1 and reason in told[0]
+
+
+def test_rewards_that_differ_teach(model: Path) -> None:
+    objective = build_objective(ObjectiveConfig.model_validate(OUTCOME))
+    result = learn(model, rewarded([1.0, 0.0] * 3)(make_batch(objective.spec)), objective, OUTCOME)
+    assert result.grad_norm > 0 and not is_idle(result)
+    assert 0 < result.objective["outcome_advantage"]["math"] < 1
+
+
+def test_a_student_that_equals_its_teacher_has_a_gradient_of_0_and_is_not_idle(model: Path) -> None:
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    torch.nn.init.zeros_(network.lm_head.weight)  # every token is as probable as any other
+    network.save_pretrained(model)
+    uniform_V = torch.zeros(VOCAB).log_softmax(-1).numpy()
+
+    def scored(item: ScoredSample) -> ScoredSample:
+        full = np.tile(uniform_V, (len(item.sample.response_ids), 1))
+        return dataclasses.replace(item, scores=(dataclasses.replace(item.scores[0], full_logprobs=full),))
+
+    batch = Batch(0, tuple(scored(item) for item in make_batch(FULL).samples))
+    result = learn(model, batch, ReverseKL())
+    assert result.grad_norm == 0.0 and result.kl == {"math": pytest.approx(0.0, abs=1e-6)}
+    assert not is_idle(result)
 
 
 def test_on_answers_of_a_teacher_sampled_tokens_tell_its_kl_to_the_student(model: Path) -> None:

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from distill.errors import ConfigError, MissingDependency
 from distill.objectives.divergence import JSD, ReverseKL
 from distill.types import Batch
+from students.hf import lora
 from students.hf.backend import HFStudent
-from tests.builders_student import HEAD_ROWS, VOCAB, make_batch, student_config, write_student
+from tests.builders_student import HEAD_ROWS, VOCAB, make_batch, student_config, write_experts, write_student
 
 FULL = ReverseKL().spec
 LORA: dict[str, Any] = {"lora": {"r": 4, "alpha": 8.0, "dropout": 0.1}}
@@ -191,11 +192,67 @@ def test_adapters_do_not_go_on_over_another_base(model: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("targets", "message"),
-    [(["no_such_layer"], "fit no layer of LlamaForCausalLM"), (["lm_head"], "the embeddings and the head")],
+    [
+        (["no_such_layer"], "'no_such_layer' fits no layer of LlamaForCausalLM"),
+        (["q_proj", "v_porj"], "'v_porj' fits no layer of LlamaForCausalLM(.|\n)*did you mean 'v_proj'"),
+        (["q_proj", "proj"], "'proj' fits no layer"),
+        (".*no_such_layer", "cannot have adapters with targets .*no_such_layer"),
+        (["lm_head"], "the embeddings and the head"),
+    ],
 )
-def test_targets_that_cannot_have_an_adapter_are_refused(model: Path, targets: list[str], message: str) -> None:
+def test_targets_that_cannot_have_an_adapter_are_refused(model: Path, targets: str | list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         start(model, lora={"targets": targets})
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("export", ["merged", "adapter"])
+def test_adapters_of_fused_experts_are_in_the_export(kind: str, export: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    source = write_experts(tmp_path / "model", kind)
+    student = start(source, lora={"r": 4, "export": export})
+    before = weights_of(student)
+    after = weights_of(train(student, 3))
+    assert after.keys() == load_file(source / "model.safetensors").keys()
+    layers = {name for name in before if ".layers." in name and "norm" not in name}
+    assert {name for name in before if before[name] != after[name]} == layers
+    assert len([name for name in layers if ".experts." in name]) == 18, "2 layers of 3 experts of 3 matrices"
+
+    student.export(tmp_path / "out")
+    reloaded: Any = AutoModelForCausalLM.from_pretrained(source if export == "adapter" else tmp_path / "out")
+    if export == "adapter":
+        reloaded = peft.PeftModel.from_pretrained(reloaded, tmp_path / "out")
+    live = student._trained.model.eval()
+    live.set_attn_implementation("eager")  # packed attention is told where samples end
+    ids_BT = torch.tensor([[3, 5, 8, 13, 21, 4], [7, 7, 9, 2, 11, 6]])
+    with torch.no_grad():
+        logits, expected = (each.eval()(ids_BT, use_cache=False).logits[..., :VOCAB] for each in (live, reloaded))
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_adapters_of_fused_experts_resume(tmp_path: Path) -> None:
+    source = write_experts(tmp_path / "model", "mixtral")
+    student = train(start(source, lora={"r": 4}), 2)
+    student.save(tmp_path / "checkpoint")
+    resumed = start(source, lora={"r": 4})
+    resumed.load(tmp_path / "checkpoint")
+    assert weights_of(train(resumed, 2)) == weights_of(train(student, 2))
+
+
+def test_fused_experts_without_dropout_only(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"student\.lora\.dropout=0"):
+        start(write_experts(tmp_path / "model", "mixtral"), **LORA)
+
+
+def test_an_adapter_that_the_merge_does_not_know_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peft = pytest.importorskip("peft")
+    # DoRA's magnitudes scale a weight beside what the factors add to it
+    monkeypatch.setattr(
+        lora, "_peft_config", lambda config: peft.LoraConfig(r=config.r, target_modules=["q_proj"], use_dora=True)
+    )
+    with pytest.raises(ConfigError, match=r"adapters of model\.layers\.0\.self_attn\.q_proj \(2 such") as raised:
+        start(model, **LORA)
+    assert "lora_magnitude_vector" in str(raised.value)
 
 
 @pytest.mark.parametrize(("package", "settings"), [("peft", LORA), ("bitsandbytes.optim", {"optimizer": "adamw_8bit"})])

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM
 
+from distill.config.models import ObjectiveConfig
 from distill.errors import ConfigError, EnvironmentFault, PeerFault, TeacherError
+from distill.idle_steps import is_idle
+from distill.objectives import build_objective
 from distill.objectives.divergence import JSD
 from distill.objectives.policy_gradient import PolicyGradient
 from distill.protocols import WeightShard
@@ -29,7 +33,7 @@ from students.hf.parallel import balanced
 from students.hf.shards import piece, require_coverage
 from students.ranks import COLLECTIVE_TIMEOUT_S
 from tests.builders_ranks import Ranks, add_up, start_student
-from tests.builders_student import HEAD_ROWS, make_batch, write_student
+from tests.builders_student import make_batch, write_experts, write_student
 
 pytestmark = pytest.mark.timeout(280)
 KINDS = pytest.mark.parametrize("kind", ["fsdp", "ddp"])
@@ -63,6 +67,34 @@ def train(model: Path, changes: dict[str, Any], steps: int, count: int, objectiv
     student = start_student(model, **changes)
     results = [student.step(batch_of(step, count, objective), objective) for step in range(steps)]
     return results, weights_of(student)
+
+
+def stand_still(model: Path, changes: dict[str, Any], same_rewards: bool) -> tuple[list[StepResult], list[Any]]:
+    """A step that teaches, one that does not, and one that does. What is between them: the weights after each."""
+    if same_rewards:
+        section: dict[str, Any] = {"name": "policy_gradient", "importance": "none", "outcome": {"teacher_weight": 0.0}}
+    else:
+        section = {"name": "jsd", "reduction": "domain_balanced", "domain_weights": {"math": 1.0, "code": 0.0}}
+    rules = ObjectiveConfig.model_validate(section)
+    objective = build_objective(rules)
+    student = start_student(model, rules, weight_decay=0.5, ema_decay=0.9, **changes)
+    results: list[StepResult] = []
+    weights: list[Any] = []
+    for version, teaches in enumerate((True, False, True)):
+        domain = "math" if teaches or same_rewards else "code"
+        batch = make_batch(objective.spec, version=version, seed=version, count=7, domains=(domain,))
+        samples = [
+            replace(
+                item.sample,
+                prompt_ids=batch.samples[0].sample.prompt_ids,
+                reward=float(teaches and index % 2),
+            )
+            for index, item in enumerate(batch.samples)
+        ]
+        scored = tuple(replace(item, sample=sample) for item, sample in zip(batch.samples, samples, strict=True))
+        results.append(student.step(Batch(version, scored), objective))
+        weights.append({name: value.copy() for name, value in weights_of(student).items()})
+    return results, weights
 
 
 def weights_of(student: Any) -> dict[str, Any]:
@@ -190,6 +222,24 @@ def test_two_ranks_learn_what_one_learns(ranks: Ranks, model: Path, kind: str, c
 
 
 @KINDS
+@pytest.mark.parametrize("same_rewards", [True, False], ids=["equal rewards", "no sample that counts"])
+def test_a_step_without_a_gradient_moves_no_weight_on_two_ranks_as_on_one(
+    ranks: Ranks, model: Path, kind: str, same_rewards: bool
+) -> None:
+    first, second = ranks.do(stand_still, model, two(kind), same_rewards)
+    alone = stand_still(model, {}, same_rewards)
+    for results, weights in (first, second, alone):
+        assert [step.version for step in results] == [1, 2, 3]
+        assert [is_idle(step) for step in results] == [False, True, False]
+        assert [step.lr for step in results] == [step.lr for step in alone[0]]
+        learnt, idle, last = weights
+        assert all(np.array_equal(learnt[name], value) for name, value in idle.items()), "neither decay nor momentum"
+        assert any(not np.array_equal(learnt[name], value) for name, value in last.items())
+        for name, value in last.items():
+            np.testing.assert_allclose(value, alone[1][-1][name], atol=1e-5, rtol=0, err_msg=name)
+
+
+@KINDS
 def test_lean_layers_on_two_ranks_learn_what_plain_ones_learn_on_one(ranks: Ranks, model: Path, kind: str) -> None:
     first, _ = ranks.do(train, model, two(kind), 2, 7, JSD())
     require_equal(first, train(model, {"lean_layers": False}, 2, 7, JSD()))
@@ -216,6 +266,12 @@ def test_lora_adapters_are_trained_and_published_merged(ranks: Ranks, model: Pat
     lora = {"r": 4, "alpha": 8, "targets": ["q_proj", "down_proj"]}
     first, _ = ranks.do(train, model, two(kind, lora=lora), 2, 7, JSD())
     require_equal(first, train(model, {"lora": lora}, 2, 7, JSD()))
+
+
+@KINDS
+def test_adapters_of_fused_experts_are_too(ranks: Ranks, mixtral: Path, kind: str) -> None:
+    first, _ = ranks.do(train, mixtral, two(kind, lora={"r": 4}), 2, 7, JSD())
+    require_equal(first, train(mixtral, {"lora": {"r": 4}}, 2, 7, JSD()))
 
 
 @KINDS
@@ -247,20 +303,7 @@ def test_a_sample_that_is_at_fault_stops_all_ranks_unchanged_and_they_go_on(
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its three experts are one tensor in the model, and many in its files."""
-    folder = write_student(tmp_path_factory.mktemp("experts") / "model")
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=HEAD_ROWS,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=3,
-        max_position_embeddings=64,
-    )
-    MixtralForCausalLM(config).save_pretrained(folder)
-    return folder
+    return write_experts(tmp_path_factory.mktemp("experts") / "model", "mixtral")
 
 
 @KINDS

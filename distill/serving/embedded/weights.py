@@ -17,7 +17,9 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 from distill.errors import ConfigError, MissingDependency
 from distill.serving.embedded.served import Limits, ServedModel, check_folder, load_model, some, stop_ids, weight_files
@@ -29,10 +31,31 @@ _NOT_THE_MODEL = {
 """Keys of config.json that do not change which function the weights compute."""
 
 
-def live_tensors(model: Any) -> dict[str, Tensor]:
-    """The tensors that a checkpoint of `model` holds, by their names there. Tied weights appear once."""
+def live_tensors(model: Any, named_by: Any = None) -> dict[str, Tensor]:
+    """The tensors that a checkpoint of `model` holds, by their names there, as views of the model's own memory: writing
+    to one changes the model. Tied weights appear once.
+
+    Where the model fuses what files keep apart, such as experts, each is a window onto the fused tensor. `named_by`:
+    the model whose checkpoint gives the names, when it is another one of the same architecture.
+    """
+    named_by = named_by or model
     tied = tied_names(model)
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    own = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    with _Uncopied():
+        found = revert_weight_conversion(named_by, own)
+    memory = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
+    if all(tensor.untyped_storage().data_ptr() in memory for tensor in found.values()):
+        return found
+    return own  # what files hold is computed from it, not a part of it: only whole folders can be loaded
+
+
+class _Uncopied(TorchFunctionMode):
+    """Inside, parts of a tensor stay views: transformers gives each memory of its own when it splits for a file."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
 def tied_names(model: Any) -> dict[str, str]:
@@ -97,7 +120,7 @@ def prepare(served: ServedModel, folder: Path, base: Path | None, limits: Limits
         if _config_dict(model.config) != _config_dict(served.config):
             raise ConfigError(f"{folder}: its base {base} is not the architecture that this server holds")
         served.counted_rows(folder, limits)
-        return Prepared(folder, live_tensors(model), limits)
+        return Prepared(folder, live_tensors(model, named_by=served.model), limits)
     check_folder(folder, limits)
     if _function_of(folder) != _config_dict(served.config):
         return Prepared(folder, {}, limits, replacement=ServedModel.load(folder, limits))
@@ -108,9 +131,9 @@ def prepare(served: ServedModel, folder: Path, base: Path | None, limits: Limits
         if (tensor := found.pop(alias, None)) is not None:
             found.setdefault(name, tensor)
     if missing := set(wanted) - set(found):
-        # Some architectures keep other names in memory than in files; transformers knows how to convert them, and
-        # says what is missing otherwise.
-        found = live_tensors(load_model(folder, limits))
+        # A folder may name its tensors otherwise than the one that the model is from, as older releases did;
+        # transformers knows how to convert them, and says what is missing otherwise.
+        found = live_tensors(load_model(folder, limits), named_by=served.model)
         assert not missing - set(found)
     elif strays := sorted(set(found) - set(wanted)):
         raise ConfigError(f"{folder}: the model has no place for {some(strays)}")
