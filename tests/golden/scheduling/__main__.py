@@ -1,7 +1,7 @@
 """`python -m tests.golden.scheduling DIR [--logs OUT] [--targets]`: compares every number of every case below DIR.
 
-Exit 0 when all are equal and every schedule obeys the rules, 1 when not, 2 when DIR is not of the format. With
---targets, a target that the online scheduler misses is a failure too.
+Exit 0 when all are equal, every schedule obeys the rules and the planners meet their targets, 1 when not, 2 when DIR
+is not of the format. With --targets, a target that the online scheduler misses is a failure too.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def main(argv: list[str] | None = None) -> int:
     except NotGolden as error:
         print(f"not golden data: {error}", file=sys.stderr)
         return 2
-    for line in table.lines():
+    for line in (*table.planned.lines(), *table.lines()):
         print(line)
-    missed = table.missed_targets()
+    unplanned, missed = table.planned.missed_targets(), table.missed_targets()
     if table.slowest_ms:
         print(f"\nslowest decision of the online scheduler: {table.slowest_ms:.2f} ms")
-    for target in missed:
+    for target in (*unplanned, *missed):
         print(f"target missed: {target}")
-    failed = any(report.failures for report in reports) or (arguments.targets and bool(missed))
+    failed = any(report.failures for report in reports) or bool(unplanned) or (arguments.targets and bool(missed))
     return 1 if failed else 0
 
 

@@ -11,19 +11,17 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from distill.teacher_manager.planning.policy import Scheduler
 from distill.teacher_manager.timeline.case import Case, System
-from distill.teacher_manager.timeline.choosers import OldestDrain
 from distill.teacher_manager.timeline.decisions import Decision, Event, Policy
 from distill.teacher_manager.timeline.fleet import Fleet
 from distill.teacher_manager.timeline.metrics import measure
-from distill.teacher_manager.timeline.on_demand import OnDemand
 from distill.teacher_manager.timeline.simulator import simulate
 from tests.golden.scheduling.timed import Result
 
 
 def scheduler(system: System) -> Policy:
-    """The one under test: nothing is prefetched yet, the oldest job's teacher is served with all its jobs."""
-    return OnDemand(system, OldestDrain())
+    return Scheduler(system)
 
 
 @dataclass(frozen=True)

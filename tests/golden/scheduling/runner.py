@@ -90,6 +90,7 @@ def run_case(path: Path, table: Table, logs: Path | None = None) -> Tally:
                 compare_log(read_case(path.with_name(f"{entry['case']}.json")), entry, tally)
         elif raw["kind"] in UNTIMED:
             UNTIMED[raw["kind"]](raw, tally)
+            table.planned.add(raw, tally)
         else:
             raise NotGolden(f"{path}: unknown kind {raw['kind']!r}")
     except (KeyError, TypeError, ConfigError) as error:

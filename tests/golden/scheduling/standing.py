@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from distill.teacher_manager.timeline.bounds import Bounds
 from distill.teacher_manager.timeline.case import Case
+from tests.golden.scheduling.planned import Planned
 from tests.golden.scheduling.timed import Result
 
 ONLINE = "online"
@@ -72,6 +73,8 @@ class Table:
         self._standings: dict[str, dict[str, Standing]] = {}
         self.slowest_ms = 0.0
         """The slowest decision of the online scheduler."""
+        self.planned = Planned()
+        """The cases without a clock."""
 
     def add(self, case: Case, results: Sequence[Result], found: Bounds, optimum_ns: int | None) -> None:
         for family in FAMILIES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,23 +11,13 @@ import msgspec
 from distill.teacher_manager.timeline.bounds import Bounds, bounds
 from distill.teacher_manager.timeline.case import Case
 from distill.teacher_manager.timeline.checker import check
-from distill.teacher_manager.timeline.choosers import Barrier, Fifo, LongestDrain, OldestDrain, StepGate
-from distill.teacher_manager.timeline.decisions import Policy
 from distill.teacher_manager.timeline.generated import digest
 from distill.teacher_manager.timeline.metrics import Metrics, measure
-from distill.teacher_manager.timeline.on_demand import OnDemand
-from distill.teacher_manager.timeline.prefetch import PrefetchReplay
 from distill.teacher_manager.timeline.schedule import Schedule
+from distill.teacher_manager.timeline.simple import SIMPLE, prefetched
 from distill.teacher_manager.timeline.simulator import simulate
 from tests.golden.scheduling.tally import Tally
 
-SIMPLE: Mapping[str, Callable[[Case], Policy]] = {
-    "fifo": lambda case: OnDemand(case.system, Fifo()),
-    "oldest_drain": lambda case: OnDemand(case.system, OldestDrain()),
-    "longest_drain": lambda case: OnDemand(case.system, LongestDrain(case.system)),
-    "barrier": lambda case: OnDemand(case.system, Barrier(case), one_teacher=True),
-    "oldest_drain_stream": lambda case: OnDemand(case.system, OldestDrain(), stream=True),
-}
 LATENCY_MARGIN, LATENESS_MARGIN_NS = 1e-6, 1000
 """By how much the data weakens these two bounds, so that they hold for schedules in float seconds too."""
 BYTES_MARGIN = 1000
@@ -48,7 +38,7 @@ def simple_policies(case: Case, expected: Mapping[str, Any], tally: Tally) -> It
         on_demand = simulate(case, SIMPLE[policy](case))
         for mode, want in modes.items():
             name = f"{policy}, {mode}"
-            schedule = on_demand if mode == "on_demand" else _prefetched(case, policy, on_demand)
+            schedule = on_demand if mode == "on_demand" else prefetched(case, policy, on_demand)
             tally.equal(f"{name}: faults", [str(fault) for fault in check(case, schedule)], [])
             metrics = measure(case, schedule)
             got = asdict(metrics)
@@ -57,11 +47,6 @@ def simple_policies(case: Case, expected: Mapping[str, Any], tally: Tally) -> It
                 del got["max_age_ns"]
             tally.equal(name, got, want)
             yield Result(name, schedule, metrics)
-
-
-def _prefetched(case: Case, policy: str, on_demand: Schedule) -> Schedule:
-    gate = StepGate(case) if policy == "barrier" else None
-    return simulate(case, PrefetchReplay(case, on_demand, gate))
 
 
 def compare_bounds(case: Case, want: Mapping[str, Any], tally: Tally) -> Bounds:
@@ -109,7 +94,7 @@ def optimum_of(result: Result, expected: Mapping[str, Mapping[str, int]]) -> Map
     """Of the schedules to which this one belongs."""
     if result.metrics.streams:
         return expected["prefetch_or_stream"]
-    return expected["prefetch" if result.policy.endswith("prefetch") else "on_demand"]
+    return expected["on_demand" if result.policy.endswith("on_demand") else "prefetch"]
 
 
 def compare_trace(case: Case, want: Mapping[str, Any], tally: Tally) -> None:
@@ -129,7 +114,7 @@ def compare_trace(case: Case, want: Mapping[str, Any], tally: Tally) -> None:
 def compare_log(case: Case, entry: Mapping[str, Any], tally: Tally) -> None:
     """A schedule written down by hand, row by row."""
     on_demand = simulate(case, SIMPLE[entry["policy"]](case))
-    schedule = on_demand if entry["mode"] == "on_demand" else _prefetched(case, entry["policy"], on_demand)
+    schedule = on_demand if entry["mode"] == "on_demand" else prefetched(case, entry["policy"], on_demand)
     name = f"{entry['case']}, {entry['policy']}, {entry['mode']}"
     tally.equal(name, msgspec.json.decode(msgspec.json.encode(schedule)), entry["log"])
     tally.equal(f"{name}: faults", [str(fault) for fault in check(case, schedule)], [])
