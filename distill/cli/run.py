@@ -28,13 +28,16 @@ Teach one student what several teachers know, on the answers that the student wr
                                                run, and a line that says so, where all are finished
 
   distill-run doctor [teachers.yaml]           what this machine has, and whether the run would start
-  distill-run schema                           every key with its default and meaning, as JSON schema for editors"""
+  distill-run schema                           every key with its default and meaning, as JSON schema for editors
+  distill-run teachers sim trace.json          teachers that share devices, on a virtual clock; see teachers --help"""
 _EPILOG = (
     "exit codes: 0 done, 2 configuration, 3 this machine, 4 a teacher or a server, 1 a bug of ours, "
     "128 + n stopped by signal n"
 )
 _ENDINGS = (".yaml", ".yml")
 _COMMANDS = ("doctor", "schema")
+_TEACHERS = "teachers"
+"""Has subcommands of its own."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,6 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(argv: list[str]) -> int:
+    if argv[:1] == [_TEACHERS]:
+        from distill.cli.teachers import teachers
+
+        return teachers(argv[1:])
     parser = Parser(
         prog="distill-run",
         usage=_USAGE,
@@ -119,7 +126,8 @@ def _sort(arguments: Sequence[str]) -> tuple[str | None, Path | None, list[str]]
 
         raise ConfigError(
             f"the command line: {words[0]!r} is neither a file, nor a folder, nor key=value",
-            fix=f"subcommands: {did_you_mean(words[0], _COMMANDS)}; settings are written {words[0]}=VALUE",
+            fix=f"subcommands: {did_you_mean(words[0], (*_COMMANDS, _TEACHERS))}; "
+            f"settings are written {words[0]}=VALUE",
         )
     return command, Path(words[0]) if words else None, overrides
 

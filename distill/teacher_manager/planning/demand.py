@@ -1,0 +1,100 @@
+"""What is queued and what is announced, by teacher, kept up to date job by job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from heapq import heappop, heappush
+
+from distill.teacher_manager.timeline.case import NS, Job, System
+from distill.teacher_manager.timeline.decisions import Announced, Arrived
+
+
+class Queue:
+    """The jobs of one teacher that wait, and the rollouts that are under way for it. Work is in FLOPs."""
+
+    __slots__ = ("_arrivals_ns", "_deadlines", "_latest_ns", "_lengths", "announced", "announced_work", "jobs", "work")
+
+    def __init__(self) -> None:
+        self.jobs: dict[int, Job] = {}
+        """By id, in the order of their arrivals."""
+        self.work = 0
+        self.announced = 0
+        self.announced_work = 0
+        """Expected."""
+        self._arrivals_ns = 0
+        """Their sum."""
+        self._lengths: list[tuple[int, int]] = []
+        """Heap of (tokens, id). Jobs that were served leave it when they come to its top; the same for deadlines."""
+        self._deadlines: list[tuple[int, int]] = []
+        self._latest_ns: float | None = None
+
+    def add(self, job: Job, work: int) -> None:
+        self.jobs[job.id] = job
+        self.work += work
+        self._arrivals_ns += job.arrival_ns
+        self._latest_ns = None
+        heappush(self._lengths, (job.tokens, job.id))
+        heappush(self._deadlines, (job.deadline_ns, job.id))
+
+    def remove(self, id: int, work: int) -> None:
+        self._arrivals_ns -= self.jobs.pop(id).arrival_ns
+        self.work -= work
+        self._latest_ns = None
+
+    def shortest(self) -> Job:
+        return self._top(self._lengths)
+
+    def first_deadline_ns(self) -> int:
+        return self._top(self._deadlines).deadline_ns
+
+    def waited_s(self, now_ns: int) -> float:
+        """Summed over the jobs."""
+        return (len(self.jobs) * now_ns - self._arrivals_ns) / NS
+
+    def latest_start_ns(self, now_ns: int, ns_per_token: float) -> float:
+        """When its jobs must start, one after another by deadline, to meet every deadline that can still be met;
+        infinite where none can. Remembered until the queue changes or that time is over."""
+        if self._latest_ns is None or self._latest_ns < now_ns:
+            self._latest_ns, work_ns = math.inf, 0.0
+            for deadline_ns, tokens in sorted((job.deadline_ns, job.tokens) for job in self.jobs.values()):
+                if deadline_ns - tokens * ns_per_token >= now_ns:
+                    work_ns += tokens * ns_per_token
+                    self._latest_ns = min(self._latest_ns, deadline_ns - work_ns)
+        return self._latest_ns
+
+    def _top(self, heap: list[tuple[int, int]]) -> Job:
+        while heap[0][1] not in self.jobs:
+            heappop(heap)
+        return self.jobs[heap[0][1]]
+
+
+class Demand:
+    """The queues of all teachers."""
+
+    def __init__(self, system: System) -> None:
+        self._per_token = [2 * teacher.active_params for teacher in system.teachers]
+        self._rollouts: dict[int, tuple[int, int]] = {}
+        """Under way: teacher and expected work."""
+        self.queues = [Queue() for _ in system.teachers]
+
+    def work(self, job: Job) -> int:
+        return job.tokens * self._per_token[job.teacher]
+
+    def announce(self, event: Announced) -> None:
+        queue, work = self.queues[event.teacher], event.expected_tokens * self._per_token[event.teacher]
+        self._rollouts[event.rollout] = (event.teacher, work)
+        queue.announced += 1
+        queue.announced_work += work
+
+    def arrive(self, event: Arrived) -> None:
+        teacher, expected = self._rollouts.pop(event.rollout)
+        queue = self.queues[teacher]
+        queue.announced -= 1
+        queue.announced_work -= expected
+        queue.add(event.job, self.work(event.job))
+
+    def take(self, jobs: Iterable[Job]) -> None:
+        """They go on a visit."""
+        for job in jobs:
+            self.queues[job.teacher].remove(job.id, self.work(job))
