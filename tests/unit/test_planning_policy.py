@@ -70,7 +70,7 @@ def test_an_adapter_comes_after_its_base_and_both_stay_for_the_next_adapter() ->
 
 
 def test_a_small_queue_waits_for_the_rollouts_that_will_lengthen_it() -> None:
-    """A copy takes 2 s: 1 s of work is not worth two of them, 4 s of work are; if nobody is to come it is not held."""
+    """A copy takes 2 s, and 1 s of work is not worth two of them. Without anybody to come it is not held."""
     outlook = Outlook(system(), Settings(worth_copies=2, patience_copies=16))
     outlook.demand.announce(Announced(0, 0, 1))
     outlook.demand.announce(Announced(1, 0, 1))
@@ -81,8 +81,8 @@ def test_a_small_queue_waits_for_the_rollouts_that_will_lengthen_it() -> None:
 
 
 def test_a_queue_behind_another_is_critical_before_its_own_deadline_is_near() -> None:
-    """Teachers 0 and 1 have 3 s of work each, copies of 2 s and one deadline, 10 s: alone each may start at 7 - 2 = 5;
-    one after the other the second must start 3 s earlier, and with 2 s of margin the first is critical now."""
+    """Teachers 0 and 1 have 3 s of work, copies of 2 s and a deadline at 10 s: alone each may start at 7 - 2 = 5 s; one
+    after the other the second must start 3 s earlier, and with 2 s of margin the first is critical now."""
     outlook = Outlook(system(), Settings(deadline_margin_s=2))
     for id in (0, 1):
         outlook.demand.announce(Announced(id, id, 3))

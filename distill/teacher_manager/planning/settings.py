@@ -32,7 +32,7 @@ class Settings:
     """Added to the length of a copy: ends of visits do not fall on the instant at which it must start."""
     look_at_links: int = 8
     """Idle links that an arrival is offered to."""
-    most_candidates: int = 24
+    most_candidates: int = 16
     """Teachers that are compared for one copy, those that wait longest: with `looks_at_once` it bounds the time of a
     decision in a large fleet and changes nothing in a small one."""
     looks_at_once: int = 2
