@@ -8,7 +8,7 @@ from pathlib import Path
 
 from distill.cli.program import Parser, say
 from distill.errors import ConfigError
-from distill.teacher_manager.planning.policy import Scheduler
+from distill.teacher_manager.planning.policy import IndexPolicy
 from distill.teacher_manager.timeline.bounds import Bounds, bounds
 from distill.teacher_manager.timeline.case import Case
 from distill.teacher_manager.timeline.metrics import Metrics, measure
@@ -34,14 +34,14 @@ def teachers(argv: Sequence[str]) -> int:
     )
     sim.add_argument("trace", type=Path, metavar="trace.json")
     sim.add_argument("--log", type=Path, metavar="FILE", help="write the scheduler's copies, evictions and visits here")
-    sim.add_argument("--only", action="store_true", help="leave out the simple policies, which take longer")
+    sim.add_argument("--no-simple", action="store_true", help="leave out the simple policies, which take longer")
     arguments = parser.parse_args(list(argv))
-    return _simulate(arguments.trace, arguments.log, alone=arguments.only)
+    return _simulate(arguments.trace, arguments.log, alone=arguments.no_simple)
 
 
 def _simulate(trace: Path, log: Path | None, *, alone: bool) -> int:
     case = read_case(trace)
-    ours = simulate(case, Scheduler(case.system))
+    ours = simulate(case, IndexPolicy(case.system))
     if log is not None:
         try:
             write_schedule(ours, log)

@@ -29,7 +29,7 @@ def test_sim_sets_the_scheduler_beside_the_simple_policies(capsys: pytest.Captur
 
 
 def test_sim_alone_leaves_the_simple_policies_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["teachers", "sim", str(TRACES / "H_hand01_one_slot.json"), "--only"]) == 0
+    assert main(["teachers", "sim", str(TRACES / "H_hand01_one_slot.json"), "--no-simple"]) == 0
     said = capsys.readouterr().out
     assert "\ndistill " in said and "fifo" not in said
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from distill.teacher_manager.planning.loading import held_until_ns
 from distill.teacher_manager.planning.outlook import Outlook
-from distill.teacher_manager.planning.policy import Scheduler
+from distill.teacher_manager.planning.policy import IndexPolicy
 from distill.teacher_manager.planning.settings import Settings
 from distill.teacher_manager.planning.urgency import critical_teacher
 from distill.teacher_manager.timeline.case import Case, HostTier, Job, Kind, Teacher
@@ -20,7 +20,7 @@ from tests.builders_timeline import S, case, job, system, teacher
 
 
 def scheduled(of: Case) -> Schedule:
-    schedule = simulate(of, Scheduler(of.system))
+    schedule = simulate(of, IndexPolicy(of.system))
     assert [str(fault) for fault in check(of, schedule)] == []
     return schedule
 

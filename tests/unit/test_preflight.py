@@ -208,13 +208,13 @@ def test_a_support_has_as_many_tokens_as_there_are(
     assert says in caught.value.what and hint in caught.value.fix
 
 
-def inspect_adapted(folder: Path, targets: Any) -> None:
-    """Preflight of a student with two layers of attention, of which `targets` get adapters."""
+def inspect_adapted(folder: Path, targets: Any) -> tuple[str, ...]:
+    """Preflight of a student with two layers of attention, of which `targets` get adapters: the names of its layers."""
     path = write_run(folder, student={"model": "./base", "lora": {"targets": targets}})
     names = [f"model.layers.{index}.self_attn.{name}.weight" for index in range(2) for name in ("q_proj", "v_proj")]
     layers = {name: np.zeros((HIDDEN, HIDDEN), np.float32) for name in names}
     save_file(weights(ROWS) | layers, folder / "base" / "model.safetensors")
-    inspect(load_config(path).config)
+    return inspect(load_config(path).config).models.student.layers
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,8 @@ def inspect_adapted(folder: Path, targets: Any) -> None:
     ["all-linear", ["q_proj"], ["self_attn.q_proj", "v_proj"], ["1.self_attn.q_proj"], r".*\.0\..*_proj"],
 )
 def test_layers_that_are_in_the_students_files_can_have_adapters(tmp_path: Path, targets: Any) -> None:
-    inspect_adapted(tmp_path, targets)
+    layers = inspect_adapted(tmp_path, targets)
+    assert {name.rpartition(".")[2] for name in layers} == {"embed_tokens", "lm_head", "q_proj", "v_proj"}
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from distill.teacher_manager.timeline.decisions import (
 from distill.teacher_manager.timeline.fleet import Fleet
 
 
-class Scheduler:
+class IndexPolicy:
     """A `decisions.Policy`. It looks only at the devices and links that an event concerns, so that a decision costs the
     same in a fleet of any size, up to the number of teachers that wait for a device."""
 

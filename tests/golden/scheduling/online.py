@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from distill.teacher_manager.planning.policy import Scheduler
+from distill.teacher_manager.planning.policy import IndexPolicy
 from distill.teacher_manager.timeline.case import Case, System
 from distill.teacher_manager.timeline.decisions import Decision, Event, Policy
 from distill.teacher_manager.timeline.fleet import Fleet
@@ -21,7 +21,7 @@ from tests.golden.scheduling.timed import Result
 
 
 def scheduler(system: System) -> Policy:
-    return Scheduler(system)
+    return IndexPolicy(system)
 
 
 @dataclass(frozen=True)
