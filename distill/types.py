@@ -211,3 +211,5 @@ class ScoreRequest:
     response_len: int
     student_ids: Ids | None = None
     """(R, k) tokens of the student's choice to be scored at each response token; for STUDENT and UNION supports."""
+    teacher: str = ""
+    """Who is asked, where a server holds more than one."""
