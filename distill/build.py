@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import math
 import secrets
 import signal
@@ -26,7 +27,7 @@ from distill.evaluation import Evaluator
 from distill.idle_steps import IdleSteps
 from distill.observe import Observer
 from distill.preflight import Preflight, inspect
-from distill.protocols import Objective, SampleStore, ServerAddress, TeacherCaps
+from distill.protocols import Objective, SampleStore, ServerAddress, TeacherCaps, TeacherServer
 from distill.quarantine import Quarantine, default_limit
 from distill.registry import KINDS, load
 from distill.remote import RemoteServer, RemoteStudent, start_student
@@ -35,8 +36,14 @@ from distill.rollout.graders import Marker, OutcomeGrader
 from distill.rollout.pool import RolloutPool, RolloutServer
 from distill.run_folder import RESUME, allowed_changes, choose_folder, find_checkpoint, owned, set_aside
 from distill.serving.client import ServerClient
-from distill.teacher_manager import CanaryStore, Slot, Teacher, TeacherManager
+from distill.serving.launch import SlotSettings
+from distill.serving.single import SingleTeacherServer
+from distill.serving.teacher_client import TeacherClient
+from distill.teacher_manager import CPU, CUDA, CanaryStore, Catalogue, Slot, Teacher, TeacherManager
 from distill.types import Ids, Signal
+
+_FOR_EVER_S = 31_536_000.0
+"""A year. A run that waits for its teachers has no patience to lose."""
 
 
 def run(config: RunConfig, *, preflight: Preflight | None = None) -> dict[str, Any]:
@@ -175,6 +182,7 @@ class _Run:
                 teachers = self._teachers(slots)
                 stack.push_async_callback(teachers.close)
                 await pool.start()
+                await teachers.start()
                 version = self._checkpoint.step if self._checkpoint else 0
                 capacity = config.store.capacity or (config.trainer.max_staleness + 2) * config.trainer.batch_size
                 store = load("store", config.store.name)(
@@ -273,6 +281,7 @@ class _Run:
                 "weight_version": "0" if rollout else "none",
                 "run_key": self._key if rollout else None,
                 "memory_limit_gb": None if rollout else self._checked.models.slot_bytes / 1e9,
+                "slot": None if rollout else self._slot_settings(),
                 "attach_url": urls[index] if config.server.program == "attach" else None,
             },
             failure=ServerError,
@@ -285,6 +294,10 @@ class _Run:
         address = await server.start(config.server.start_timeout_s + 30)
         self._observer.event("debug", f"{name} serves at {address.url}")
         return server
+
+    def _slot_settings(self) -> SlotSettings:
+        config = self._config.teacher_manager
+        return SlotSettings(slot_gb=self._checked.models.slot_bytes / 1e9, host_gb=config.host_gb)
 
     def _pool(self, servers: Sequence[RemoteServer]) -> RolloutPool:
         return RolloutPool(
@@ -302,25 +315,16 @@ class _Run:
     def _teachers(self, servers: Sequence[RemoteServer]) -> TeacherManager:
         config = self._config.teacher_manager
         objective = self._checked.objective
-        scheduler = load("scheduler", config.scheduler)(
-            list(self._config.teachers),
-            [server.name for server in servers],
-            hold_s=config.hold_s,
-            max_visit_tokens=config.max_visit_tokens,
-            barrier=self._synchronous,
-        )
         manager = TeacherManager(
+            Catalogue([self._teacher(name) for name in self._config.teachers]),
             [
-                Teacher.open(
-                    name,
-                    teacher.model,
-                    server_dtype=self._config.server.dtype,
-                    vocab_size=self._checked.teacher_vocab_sizes[name],
-                )
-                for name, teacher in self._config.teachers.items()
+                Slot(server.name, server.locate, self._connect_teachers, self._checked.models.slot_bytes)
+                for server in servers
             ],
-            [Slot(server.name, server.locate, self._connect, self._checked.models.slot_bytes) for server in servers],
-            scheduler,
+            # behind the barrier the manager settles what is computed together: one job a visit
+            functools.partial(
+                load("scheduler", config.scheduler), visit_tokens=0 if self._synchronous else config.call_tokens
+            ),
             objective.spec,
             config,
             vocab_size=self._checked.vocab_size,
@@ -328,9 +332,29 @@ class _Run:
             on_span=self._observer.add_span,
             on_event=self._observer.event,
             translations=self._checked.translations,
+            batch_size=self._config.trainer.batch_size,
+            rates=CUDA if self._config.server.device.startswith("cuda") else CPU,
+            barrier=self._synchronous,
         )
         check_signal(objective, manager.caps)
         return manager
+
+    def _teacher(self, name: str) -> Teacher:
+        return Teacher.open(
+            name,
+            self._config.teachers[name].model,
+            server_dtype=self._config.server.dtype,
+            vocab_size=self._checked.teacher_vocab_sizes[name],
+        )
+
+    def _connect_teachers(self, address: ServerAddress) -> TeacherServer:
+        if self._config.server.program == "embedded":
+            return TeacherClient(address.url, name=address.name, timeout_s=self._config.teacher_manager.timeout_s)
+        return SingleTeacherServer(
+            self._connect(address),
+            dtype=self._config.server.dtype,
+            budget_bytes=self._checked.models.slot_bytes,
+        )
 
     def _connect(self, address: ServerAddress) -> ServerClient:
         longest = max(self._config.rollout.timeout_s, self._config.teacher_manager.timeout_s)
@@ -396,7 +420,9 @@ class _Run:
             evaluated_teachers=list(config.teachers) if config.evaluation.teachers else [],
             evaluate_every=config.evaluation.every,
             checkpoint_every=config.trainer.checkpoint_every,
-            patience_s=2 * (config.rollout.timeout_s + config.teacher_manager.timeout_s),
+            patience_s=_FOR_EVER_S
+            if config.teacher_manager.on_teacher_failure == "wait"
+            else 2 * (config.rollout.timeout_s + config.teacher_manager.timeout_s),
             settings=settings_of(config),
         )
 

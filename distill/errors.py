@@ -7,6 +7,7 @@ DistillError
 ├── ServiceError           exit 4: something that we talk to failed
 │   ├── ServerError            a model server died, refused or did not answer in time
 │   ├── TeacherError           a teacher's weights or scores are not what they must be
+│   │   └── TeacherDropped         it cannot be served, and the run is to go on without it
 │   ├── StudentError           the training process died or produced numbers that cannot be used
 │   │   └── PeerFault              a rank of the student stopped because of another one, which has the reason
 │   ├── GraderError            a grader failed on an answer, or gave what is no mark
@@ -82,6 +83,10 @@ class ServerError(ServiceError):
 
 
 class TeacherError(ServiceError):
+    pass
+
+
+class TeacherDropped(TeacherError):
     pass
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distill.checkpoint import Checkpoints
-from distill.errors import DistillError, RunStopped, ServerError, ServiceError
+from distill.errors import DistillError, RunStopped, ServerError, ServiceError, TeacherDropped
 from distill.evaluation import Accuracy, Evaluator
 from distill.idle_steps import IdleSteps
 from distill.observe import EvalRecord, Observer
@@ -83,7 +83,7 @@ async def run(parts: Parts, plan: Plan, stop: asyncio.Event) -> None:
     except BaseExceptionGroup as group:
         raise first_cause(group) from group
     finally:
-        parts.observer.swapped(parts.teachers.swap_counts())
+        parts.observer.swapped(parts.teachers.swap_counts(), parts.teachers.figures())
 
 
 async def write_samples(parts: Parts, plan: Plan) -> None:
@@ -106,6 +106,8 @@ async def score(parts: Parts, sample: Sample) -> None:
     """A finished sample is scored at once, while others are still being written."""
     try:
         scored = await judge(parts, sample)
+    except TeacherDropped:  # counted by the teacher manager
+        await parts.store.skip(sample.ordinal)
     except ServiceError as error:
         await set_aside(parts, sample, error)
     else:
@@ -137,6 +139,7 @@ async def set_aside(parts: Parts, sample: Sample, error: ServiceError) -> None:
 async def train(parts: Parts, plan: Plan, stop: asyncio.Event, tasks: asyncio.TaskGroup) -> None:
     evaluating: asyncio.Task[None] | None = None
     version = parts.admission.version
+    parts.teachers.advance(version)
     while version < plan.steps:
         samples = await next_batch(parts, plan, version, stop)
         if samples is None:
@@ -147,12 +150,14 @@ async def train(parts: Parts, plan: Plan, stop: asyncio.Event, tasks: asyncio.Ta
         await parts.store.commit(samples)
         ordinals = range(version * plan.batch_size, (version + 1) * plan.batch_size)
         version = result.version
+        parts.teachers.advance(version)
         parts.observer.step(
             result,
             samples,
             set_aside=parts.quarantine.within(ordinals),
             queue_age_s=parts.teachers.queue_ages(),
             swaps=parts.teachers.swap_counts(),
+            slots=parts.teachers.figures(),
             publish=published,
             store_size=len(parts.store),
         )
@@ -245,8 +250,12 @@ async def evaluate_start(parts: Parts, plan: Plan, tasks: asyncio.TaskGroup) -> 
 
 async def evaluate_teachers(parts: Parts, names: Sequence[str]) -> None:
     for name in names:
-        with parts.observer.span("eval", label=name):
-            found = await parts.evaluator.teacher_accuracy(parts.teachers, name)
+        try:
+            with parts.observer.span("eval", label=name):
+                found = await parts.evaluator.teacher_accuracy(parts.teachers, name)
+        except TeacherDropped as dropped:
+            parts.observer.event("warning", f"teacher {name} is not evaluated: {dropped.what}")
+            continue
         _record(parts, name, 0, found, {})
 
 

@@ -199,11 +199,51 @@ class TeacherCaps:
     """Whose most probable tokens it can be asked about."""
 
 
+@dataclass(frozen=True, slots=True)
+class TeacherFigures:
+    """What sharing the slots came to, since the start. Seconds are summed over the slots."""
+
+    loads: int = 0
+    load_bytes: int = 0
+    load_s: float = 0.0
+    """Copies and their verification, hidden behind scoring or not."""
+    streams: int = 0
+    busy_s: float = 0.0
+    """A slot worked for a teacher."""
+    stalled_s: float = 0.0
+    """A slot stood still although something waited for a teacher."""
+    dropped: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Teacher -> samples that went on without it."""
+
+    @property
+    def stall_share(self) -> float:
+        """Stalled over busy and stalled."""
+        wanted = self.busy_s + self.stalled_s
+        return self.stalled_s / wanted if wanted else 0.0
+
+    def plus(self, other: TeacherFigures) -> TeacherFigures:
+        """Those of two processes of one run."""
+        names = dict.fromkeys([*self.dropped, *other.dropped])
+        return TeacherFigures(
+            self.loads + other.loads,
+            self.load_bytes + other.load_bytes,
+            self.load_s + other.load_s,
+            self.streams + other.streams,
+            self.busy_s + other.busy_s,
+            self.stalled_s + other.stalled_s,
+            {name: self.dropped.get(name, 0) + other.dropped.get(name, 0) for name in names},
+        )
+
+
 class TeacherBackend(Protocol):
     """Scores finished samples. Announce when a rollout starts, so that the scheduler knows the future."""
 
     @property
     def caps(self) -> TeacherCaps: ...
+    async def start(self) -> None:
+        """Reach what scores. Everything else comes afterwards."""
+        ...
+
     def announce(self, sample_id: str, teachers: Sequence[str], expected_tokens: int) -> None: ...
     async def score(self, sample: Sample) -> ScoredSample:
         """Raises TeacherError: with the sample's id when trying again is of no use and no other sample is concerned."""
@@ -213,6 +253,10 @@ class TeacherBackend(Protocol):
         """Have one teacher write, for its evaluation."""
         ...
 
+    def advance(self, version: int) -> None:
+        """The student has done so many steps: the samples of the next ones are in more of a hurry than others."""
+        ...
+
     def queue_ages(self) -> Mapping[str, float]:
         """Teacher -> seconds that its oldest waiting sample has waited."""
         ...
@@ -220,6 +264,8 @@ class TeacherBackend(Protocol):
     def swap_counts(self) -> Mapping[str, int]:
         """Teacher -> times it was loaded into a slot."""
         ...
+
+    def figures(self) -> TeacherFigures: ...
 
     async def close(self) -> None: ...
 

@@ -34,7 +34,7 @@ KINDS: dict[str, dict[str, str]] = {
         "shm": "distill.transfermesh.transports.shm:ShmTransport",
         "tcp": "distill.transfermesh.transports.tcp:TcpTransport",
     },
-    "scheduler": {"announced": "distill.teacher_manager.scheduler:AnnouncedScheduler"},
+    "scheduler": {"index": "distill.teacher_manager.planning.policy:policy_for_runs"},
     "store": {"memory": "distill.store.memory:MemoryStore"},
     "grader": {"exact_match": "distill.rollout.graders:exact_match"},
     "sink": {

@@ -13,11 +13,11 @@ import numpy as np
 from distill import loop
 from distill.checkpoint import Checkpoints
 from distill.config import EvaluationConfig, ObserveConfig
-from distill.errors import ServerError, StudentError, TeacherError
+from distill.errors import ServerError, StudentError, TeacherDropped, TeacherError
 from distill.evaluation import Evaluator
 from distill.idle_steps import IdleSteps
 from distill.observe import Observer
-from distill.protocols import PublishResult, ServerAddress, TeacherCaps
+from distill.protocols import PublishResult, ServerAddress, TeacherCaps, TeacherFigures
 from distill.quarantine import Quarantine
 from distill.rollout.admission import Admission
 from distill.rollout.graders import Marker, exact_match
@@ -72,7 +72,12 @@ class Teachers:
         self.broken = False
         self.refuse: set[str] = set()
         """Ids of samples that no teacher can score."""
+        self.dropped: set[str] = set()
+        """Ids of samples whose teachers the run goes on without."""
         self.wrote: list[str] = []
+        self.versions: list[int] = []
+
+    async def start(self) -> None: ...
 
     def announce(self, sample_id: str, teachers: Sequence[str], expected_tokens: int) -> None:
         self.announced.append(sample_id)
@@ -82,6 +87,8 @@ class Teachers:
             raise TeacherError("teachers.t: the canary moved")
         assert item.id in self.announced or item.id.startswith("eval-"), "announced before it is scored"
         await asyncio.sleep(0)
+        if item.id in self.dropped:
+            raise TeacherDropped(f"{item.id}: none of its teachers could be served", sample_id=item.id)
         if item.id in self.refuse:
             raise TeacherError(f"teacher t: {item.id}: not a number", sample_id=item.id, teacher="t")
         return dataclasses.replace(scored(item.ordinal), sample=item)
@@ -90,11 +97,17 @@ class Teachers:
         self.wrote.append(teacher)
         return [Generation(r.id, np.array([7], np.int32), np.zeros(1, np.float32), ("t",), "stop") for r in requests]
 
+    def advance(self, version: int) -> None:
+        self.versions.append(version)
+
     def queue_ages(self) -> Mapping[str, float]:
         return {"t": 0.0}
 
     def swap_counts(self) -> Mapping[str, int]:
         return {"t": 1}
+
+    def figures(self) -> TeacherFigures:
+        return TeacherFigures(loads=1, load_bytes=8, busy_s=3.0, stalled_s=1.0)
 
     async def close(self) -> None: ...
 

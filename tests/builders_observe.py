@@ -15,7 +15,7 @@ from rich.console import Console
 
 from distill.config import ObserveConfig
 from distill.observe import EvalRecord, Observer
-from distill.protocols import PublishResult
+from distill.protocols import PublishResult, TeacherFigures
 from distill.types import Sample, ScoredSample, StepResult, TeacherScores, sample_id
 
 TEACHERS = ("math", "code", "style")
@@ -100,6 +100,9 @@ def tell_step(
         set_aside=set_aside or {},
         queue_age_s=dict.fromkeys(TEACHERS, 0.2),
         swaps=swaps or dict.fromkeys(TEACHERS, version),
+        slots=TeacherFigures(
+            loads=2 * version, load_bytes=100 * version, busy_s=3.0 * version, stalled_s=float(version)
+        ),
         publish=published(version),
         store_size=7,
     )

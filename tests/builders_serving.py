@@ -37,6 +37,32 @@ def save_tiny_llama(folder: Path, seed: int) -> Path:
     return folder
 
 
+def save_adapter(folder: Path, base: Path, seed: int) -> Path:
+    """A LoRA adapter over a tiny Llama that changes its rows by much."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    model: Any = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapted: Any = get_peft_model(
+        model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
+    )
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+def save_merged(folder: Path, base: Path, adapter: Path) -> Path:
+    """The adapter merged into its base, as peft does it."""
+    from peft import PeftModel
+
+    model: Any = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+    merged: Any = PeftModel.from_pretrained(model, adapter)
+    merged.merge_and_unload().save_pretrained(folder)
+    return folder
+
+
 def reference_logprobs(folder: Path, ids: np.ndarray) -> np.ndarray:
     """(N, V): row i is log p(next | ids[: i + 1]) as transformers computes it in float32."""
     return _rows(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), ids)
@@ -58,8 +84,9 @@ def _rows(model: Any, ids: np.ndarray) -> np.ndarray:
 
 
 def launcher(program: str, model: Path, folder: Path, *, python: Path | None = None, **changes: Any) -> Any:
-    """A launcher of one server for `model`, weights called v0; `changes` are fields of its configuration."""
-    index, attach_url = changes.pop("index", 0), changes.pop("attach_url", None)
+    """A launcher of one server for `model`, weights called v0; `changes` are fields of its configuration, or `index`,
+    `attach_url` and `slot`."""
+    index, attach_url, slot = changes.pop("index", 0), changes.pop("attach_url", None), changes.pop("slot", None)
     config = ServerConfig(
         program=program,
         device="cpu",
@@ -77,4 +104,5 @@ def launcher(program: str, model: Path, folder: Path, *, python: Path | None = N
         weight_version="v0",
         run_key="ab" * 32,
         attach_url=attach_url,
+        slot=slot,
     )

@@ -6,15 +6,16 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from distill.config import TeacherManagerConfig
-from distill.errors import ServerError, TeacherError
-from distill.protocols import ServerAddress, ServerInfo
-from distill.teacher_manager import AnnouncedScheduler, CanaryStore, Slot, Teacher, TeacherManager, Translation
+from distill.errors import EnvironmentFault, ServerError, TeacherError
+from distill.protocols import Loaded, ServerAddress, ServerInfo, SlotLedger, WeightCosts, WeightSource
+from distill.teacher_manager import CanaryStore, Catalogue, Slot, Teacher, TeacherManager, Translation
+from distill.teacher_manager.planning.policy import policy_for_runs
 from distill.transfermesh.digest import tensor_digest
 from distill.types import (
     Floats,
@@ -53,23 +54,32 @@ def true_scores(folder: Path, response: Any) -> Floats:
 
 
 class FakeServer:
-    """A model server and its host. Set the attributes to break it; they act on the next call that they concern."""
+    """A teacher server and its host. Set the attributes to break it; they act on the next call that they concern."""
 
-    def __init__(self, name: str = "slot-0") -> None:
+    def __init__(self, name: str = "slot-0", *, budget_bytes: int = 10_000, holds_one: bool = True) -> None:
         self.name = name
+        self.budget_bytes = budget_bytes
+        self.holds_one = holds_one
         self.incarnation = 0
         self.alive = True
-        self.tensors: dict[str, np.ndarray[Any, Any]] = {}
-        self.version = "default"
+        self.sources: dict[str, WeightSource] = {}
+        self.tensors: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
+        """Object -> what is resident of it."""
+        self.relabel: str | None = None
+        """Version that every reply carries in place of its own."""
         self.loads: list[str] = []
         self.score_calls: list[list[str]] = []
+        self.streamed: list[list[str]] = []
         self.corrupt_loads = 0
         """Loads that end with one tensor changed."""
         self.stale_buffer = 0.0
         """Added to every score: a fault that the weights do not show."""
         self.die_at_call: int | None = None
         """Index of the scoring call in which the process dies; it is started again when it is next looked for."""
+        self.unreachable = False
+        """It cannot be started again either."""
         self.fail_loads = 0
+        self.load_s = 0.0
         self.gate: asyncio.Event | None = None
         """Scores wait for it, canaries excepted."""
         self.refuse: set[str] = set()
@@ -78,6 +88,8 @@ class FakeServer:
         """Sample -> calls in which its scores are no numbers. The client refuses such a call and names the sample."""
 
     async def locate(self, deadline_s: float) -> ServerAddress:
+        if self.unreachable:
+            raise ServerError(f"server {self.name} ended, after 5 restarts")
         if not self.alive:
             self.restart()
         return ServerAddress(self.name, f"http://{self.name}", self.incarnation)
@@ -86,91 +98,130 @@ class FakeServer:
         self.incarnation += 1
         self.alive = True
         self.tensors = {}
-        self.version = "default"
+        self.sources = {}
 
     def connect(self, address: ServerAddress) -> FakeClient:
         return FakeClient(self, address.incarnation)
 
-    def slot(self, budget_bytes: int = 10_000) -> Slot:
-        return Slot(self.name, self.locate, self.connect, budget_bytes)
+    def slot(self, budget_bytes: int | None = None) -> Slot:
+        return Slot(self.name, self.locate, self.connect, budget_bytes or self.budget_bytes)
 
 
 class FakeClient:
-    """Implements `ModelServer` over a FakeServer. A client of a dead incarnation gets ServerErrors."""
+    """Implements `TeacherServer` over a FakeServer. A client of a dead incarnation gets ServerErrors."""
 
     def __init__(self, server: FakeServer, incarnation: int) -> None:
         self.server = server
         self.incarnation = incarnation
 
+    @property
+    def holds_one(self) -> bool:
+        return self.server.holds_one
+
     def _reach(self) -> FakeServer:
-        if not self.server.alive or self.server.incarnation != self.incarnation:
+        if not self.server.alive or self.server.unreachable or self.server.incarnation != self.incarnation:
             raise ServerError(f"{self.server.name} gave no answer")
         return self.server
 
     async def info(self) -> ServerInfo:
-        return ServerInfo("fake", "0", VOCAB, 1000, self._reach().version, packed=True)
+        self._reach()
+        return ServerInfo("fake", "0", VOCAB, 1000, "default", packed=True)
 
-    async def load_weights(self, path: Path, version: str, vocab_size: int | None = None) -> None:
+    async def register(self, source: WeightSource) -> WeightCosts:
         server = self._reach()
-        await asyncio.sleep(0)
+        server.sources[source.name] = source
+        size = sum(tensor.nbytes for tensor in load_file(source.folder / "model.safetensors").values())
+        return WeightCosts(size, 2, size // 4, size // 4, None if server.holds_one else size // 2)
+
+    async def load(self, name: str) -> Loaded:
+        server = self._reach()
+        await asyncio.sleep(server.load_s)
+        server = self._reach()
         if server.fail_loads:
             server.fail_loads -= 1
             raise ServerError(f"{server.name} ran out of memory")
-        server.tensors = load_file(path / "model.safetensors")
-        server.version = version
-        server.loads.append(version.partition("@")[0])
+        if server.holds_one:
+            server.tensors.clear()
+        tensors = load_file(server.sources[name].folder / "model.safetensors")
+        used = sum(tensor.nbytes for held in server.tensors.values() for tensor in held.values())
+        if used + sum(tensor.nbytes for tensor in tensors.values()) > server.budget_bytes:
+            raise EnvironmentFault(f"{server.name}: {name} does not fit")
+        server.loads.append(name)
         if server.corrupt_loads:
             server.corrupt_loads -= 1
-            server.tensors["table"] = server.tensors["table"] + np.float32(1e-3)
+            tensors["table"] = tensors["table"] + np.float32(1e-3)
+        server.tensors[name] = tensors
+        return Loaded(server.load_s, True, {key: tensor_digest(tensor) for key, tensor in tensors.items()})
 
-    async def checksums(self) -> dict[str, str]:
-        return {name: tensor_digest(tensor) for name, tensor in self._reach().tensors.items()}
+    async def release(self, name: str) -> None:
+        self._reach().tensors.pop(name, None)
+
+    async def checksums(self, name: str) -> dict[str, str]:
+        return {key: tensor_digest(tensor) for key, tensor in self._reach().tensors[name].items()}
 
     async def score(
-        self, requests: Sequence[ScoreRequest], spec: SignalSpec, teacher: str, expected_version: str
+        self, requests: Sequence[ScoreRequest], spec: SignalSpec, *, stream: bool = False
     ) -> list[TeacherScores]:
         server = self._reach()
-        if not requests[0].id.startswith("canary"):
-            server.score_calls.append([request.id for request in requests])
+        asked = [request.id for request in requests if not request.id.startswith("canary")]
+        if asked:
+            (server.streamed if stream else server.score_calls).append(asked)
             if server.die_at_call == len(server.score_calls) - 1:
                 server.alive = False
             if server.gate is not None:
                 await server.gate.wait()
         await asyncio.sleep(0)
         server = self._reach()
-        if server.version != expected_version:
-            raise TeacherError(f"teacher {teacher}: the reply comes from weights {server.version}")
+        return [self._scores(server, request, stream) for request in self._checked(server, requests)]
+
+    def _checked(self, server: FakeServer, requests: Sequence[ScoreRequest]) -> Sequence[ScoreRequest]:
+        for request in requests:
+            expected = server.sources[request.teacher].version
+            if (server.relabel or expected) != expected:
+                raise TeacherError(f"teacher {request.teacher}: the reply comes from weights {server.relabel}")
         if broken := server.refuse & {request.id for request in requests}:
             raise ServerError(f"{server.name} cannot score {broken.pop()}")
         for request in requests:
             if server.nonsense.get(request.id):
                 server.nonsense[request.id] -= 1
-                raise TeacherError(f"teacher {teacher}: {request.id}: no number", sample_id=request.id, teacher=teacher)
-        table = server.tensors["table"]
-        responses = [request.input_ids[len(request.input_ids) - request.response_len :] for request in requests]
-        return [TeacherScores(teacher, table[response] + np.float32(server.stale_buffer)) for response in responses]
+                what = f"teacher {request.teacher}: {request.id}: no number"
+                raise TeacherError(what, sample_id=request.id, teacher=request.teacher)
+        return requests
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+    def _scores(self, server: FakeServer, request: ScoreRequest, stream: bool) -> TeacherScores:
+        if stream:
+            table = load_file(server.sources[request.teacher].folder / "model.safetensors")["table"]
+        else:
+            table = server.tensors[request.teacher]["table"]
+        response = request.input_ids[len(request.input_ids) - request.response_len :]
+        return TeacherScores(request.teacher, table[response] + np.float32(server.stale_buffer))
+
+    async def generate(self, requests: Sequence[GenerateRequest], teacher: str) -> list[Generation]:
         server = self._reach()
-        best = int(np.argmax(server.tensors["table"]))
+        best = int(np.argmax(server.tensors[teacher]["table"]))
+        version = server.relabel or server.sources[teacher].version
         return [
             Generation(
                 request.id,
                 np.full(request.max_new_tokens, best, np.int32),
                 np.zeros(request.max_new_tokens, np.float32),
-                (server.version,) * request.max_new_tokens,
+                (version,) * request.max_new_tokens,
                 "length",
             )
             for request in requests
         ]
 
-    async def pause(self, mode: str) -> None: ...
-    async def resume(self) -> None: ...
+    async def ledger(self) -> SlotLedger:
+        server = self._reach()
+        sizes = {name: sum(each.nbytes for each in held.values()) for name, held in server.tensors.items()}
+        used = sum(sizes.values())
+        return SlotLedger(server.budget_bytes, used, used, sizes, 0, 0)
+
     async def close(self) -> None: ...
 
 
 class Rig:
-    """A manager over fake servers, with what it reported."""
+    """A manager over fake servers, with what it reported. `async with` starts and closes it."""
 
     def __init__(
         self,
@@ -179,26 +230,21 @@ class Rig:
         servers: Sequence[FakeServer],
         *,
         barrier: bool = False,
-        hold_s: float = 0.0,
         spec: SignalSpec = SAMPLED,
         translations: Mapping[str, Translation] = MappingProxyType({}),
+        timeout_s: float = 30,
         **config: Any,
     ) -> None:
         self.teachers = {teacher.name: teacher for teacher in teachers}
         self.servers = list(servers)
         self.spans: list[tuple[str, float, float, str, int]] = []
         self.events: list[tuple[str, str]] = []
-        settings = TeacherManagerConfig(slots=len(servers), hold_s=hold_s, timeout_s=30, **config)
+        settings = TeacherManagerConfig(slots=len(servers), timeout_s=timeout_s, **config)
+        visit_tokens = 0 if barrier else settings.call_tokens
         self.manager = TeacherManager(
-            teachers,
+            Catalogue(teachers),
             [server.slot() for server in servers],
-            AnnouncedScheduler(
-                [teacher.name for teacher in teachers],
-                [server.name for server in servers],
-                hold_s=hold_s,
-                max_visit_tokens=settings.max_visit_tokens,
-                barrier=barrier,
-            ),
+            lambda system: policy_for_runs(system, visit_tokens=visit_tokens),
             spec,
             settings,
             vocab_size=VOCAB,
@@ -206,7 +252,15 @@ class Rig:
             on_span=lambda *span: self.spans.append(span),
             on_event=lambda *event: self.events.append(event),
             translations=translations,
+            barrier=barrier,
         )
+
+    async def __aenter__(self) -> Self:
+        await self.manager.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.manager.close()
 
     def expected(self, sample: Sample) -> list[Floats]:
         return [true_scores(self.teachers[name].folder, sample.response_ids) for name in sample.teachers]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from distill.cli.program import Parser, say
@@ -24,19 +25,48 @@ Distill's scheduler and with simple policies, and print how far each is from wha
 
 def teachers(argv: Sequence[str]) -> int:
     """Run a subcommand; returns its exit code."""
+    if argv and argv[0] in _COMMANDS:
+        return _COMMANDS[argv[0]].run(argv[1:])
     parser = Parser(prog="distill-run teachers", description="Teachers that share devices.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    sim = commands.add_parser(
-        "sim",
-        help="schedule a trace on a virtual clock",
+    for name, command in _COMMANDS.items():
+        commands.add_parser(name, help=command.help, add_help=False)
+    parser.parse_args(list(argv))  # which ends with help or an error: no command stands first
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    help: str
+    run: Callable[[Sequence[str]], int]
+    """From the words behind the command's name to the exit code."""
+
+
+def _plan(argv: Sequence[str]) -> int:
+    from distill.cli.teachers_plan import plan  # knows the configuration, and takes longer to import
+
+    return plan(argv)
+
+
+def _sim(argv: Sequence[str]) -> int:
+    parser = Parser(
+        prog="distill-run teachers sim",
         description=_SIMULATE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    sim.add_argument("trace", type=Path, metavar="trace.json")
-    sim.add_argument("--log", type=Path, metavar="FILE", help="write the scheduler's copies, evictions and visits here")
-    sim.add_argument("--no-simple", action="store_true", help="leave out the simple policies, which take longer")
+    parser.add_argument("trace", type=Path, metavar="trace.json")
+    parser.add_argument(
+        "--log", type=Path, metavar="FILE", help="write the scheduler's copies, evictions and visits here"
+    )
+    parser.add_argument("--no-simple", action="store_true", help="leave out the simple policies, which take longer")
     arguments = parser.parse_args(list(argv))
     return _simulate(arguments.trace, arguments.log, alone=arguments.no_simple)
+
+
+_COMMANDS: Mapping[str, _Command] = {
+    "plan": _Command("what sharing slots will cost a run", _plan),
+    "sim": _Command("schedule a trace on a virtual clock", _sim),
+}
 
 
 def _simulate(trace: Path, log: Path | None, *, alone: bool) -> int:

@@ -216,18 +216,32 @@ class TeacherManagerConfig(_Section):
     slot_gb: float | None = Field(
         default=None, gt=0, le=1e6, description="weight bytes a slot holds, GB = 1e9; default: the largest teacher"
     )
-    scheduler: str = Field(
-        default="announced", description="which teacher gets a slot next: a registry name, or package.module:Class"
-    )
-    max_visit_tokens: Positive = Field(
-        default=65536, description="tokens a teacher scores before another gets its turn"
-    )
-    call_tokens: Positive = Field(default=16384, description="tokens one scoring request carries")
-    hold_s: float = Field(
-        default=0.05,
+    host_gb: float = Field(
+        default=0.0,
         ge=0,
-        le=31_536_000,
-        description="how long a visit waits for announced samples of a resident teacher",
+        le=1e6,
+        description="host memory for teachers that wait, of all slots of a machine together, GB = 1e9; 0: none, they are "
+        "read from disk, which the page cache may hold",
+    )
+    host_differences: bool = Field(
+        default=False,
+        description="keep teachers of one architecture in host memory as differences from the first: less memory, slower "
+        "copies",
+    )
+    scheduler: str = Field(
+        default="index",
+        description="what decides on copies, evictions and visits: a registry name, or package.module:callable",
+    )
+    call_tokens: Positive = Field(
+        default=16384, description="tokens one scoring request carries; another teacher gets its turn behind it"
+    )
+    deadline_s: Seconds = Field(
+        default=120.0, description="age at which a sample should have its scores: those in danger of more go first"
+    )
+    on_teacher_failure: Literal["stop", "drop_teacher", "wait"] = Field(
+        default="stop",
+        description="when a teacher cannot be served: end the run; train its samples without it, counted; or try again "
+        "until it can",
     )
     canary_atol: float = Field(
         default=1e-4, gt=0, le=1e3, description="largest change of the canary's log-probabilities"

@@ -47,8 +47,8 @@ FREE: Table = {
     "student.lora": ("export",),
     "rollout": ("servers", "epochs", "requests_per_call", "timeout_s", "max_tries"),
     "teacher_manager": (
-        *("slots", "slot_gb", "scheduler", "max_visit_tokens", "call_tokens", "hold_s", "canary_atol", "timeout_s"),
-        "max_tries",
+        *("slots", "slot_gb", "scheduler", "call_tokens", "deadline_s", "on_teacher_failure", "canary_atol"),
+        *("host_gb", "host_differences", "timeout_s", "max_tries"),
     ),
     "server": (
         *("program", "device", "host", "port", "context_length", "max_batch_size", "threads", "args", "python"),

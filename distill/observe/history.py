@@ -9,6 +9,7 @@ from typing import Any
 
 from distill.observe.record import EvalRecord, Event, Span, StepRecord, Visit
 from distill.observe.timeline import Timeline
+from distill.protocols import TeacherFigures
 
 KEPT_EVENTS = 500
 KEPT_VISITS = 10_000
@@ -58,7 +59,9 @@ class History:
     swaps: dict[str, int] = field(default_factory=dict[str, int])
     quarantined: dict[str, int] = field(default_factory=dict[str, int])
     """Samples that were set aside, by the teacher at fault ("": no teacher)."""
+    slots: TeacherFigures = field(default_factory=TeacherFigures)
     last: StepRecord | None = None
+    _slots_before: TeacherFigures = field(default_factory=TeacherFigures)
     _swaps_before: dict[str, int] = field(default_factory=dict[str, int])
     _stay: dict[str, Visit] = field(default_factory=dict[str, Visit])
 
@@ -81,6 +84,10 @@ class History:
         """Take this process' counts; those of the processes before it are added."""
         names = dict.fromkeys([*self.teachers, *self._swaps_before, *counts])
         self.swaps = {name: self._swaps_before.get(name, 0) + counts.get(name, 0) for name in names}
+
+    def count_slots(self, figures: TeacherFigures) -> None:
+        """As `count_swaps`."""
+        self.slots = self._slots_before.plus(figures)
 
     def evaluated(self, who: str) -> bool:
         return any(record.who == who for record in self.evals)
@@ -119,6 +126,7 @@ class History:
             "visits": [asdict(visit) for visit in list(self.visits)[-SAVED_VISITS:]],
             "timeline": self.timeline.state(),
             "swaps": dict(self.swaps),
+            "slots": asdict(self.slots),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -130,6 +138,8 @@ class History:
         self.timeline.restore(state["timeline"], horizon=float(state["clock"]))
         self._swaps_before = {name: int(count) for name, count in state["swaps"].items()}
         self.count_swaps({})
+        self._slots_before = TeacherFigures(**state["slots"])
+        self.count_slots(TeacherFigures())
 
 
 def _each(kind: Any, rows: Iterable[Mapping[str, Any]]) -> list[Any]:

@@ -49,6 +49,14 @@ METRICS: dict[str, Metric] = {
         "s", "sum", "seconds in which any rollout ran; like those below, counted in the step in which the work ended"
     ),
     "time/score_s": Metric("s", "sum", "seconds in which any teacher scored"),
+    "teacher/dropped/<teacher>": Metric("1", "last", "samples that went on without the teacher, since the run began"),
+    "slots/stall_share": Metric(
+        "1",
+        "last",
+        "share of the time in which a teacher was wanted in which its slots stood still, since the run began",
+    ),
+    "slots/load_bytes": Metric("B", "last", "weights that were copied into slots, since the run began"),
+    "slots/streams": Metric("1", "last", "batches that were scored layer by layer, since the run began"),
     "time/swap_s": Metric("s", "sum", "seconds in which any teacher was being loaded"),
     "time/train_s": Metric("s", "sum", "seconds in which the student learnt"),
     "time/publish_s": Metric("s", "sum", "seconds in which weights were sent"),

@@ -25,7 +25,7 @@ from distill.observe.report import write_report
 from distill.observe.result import closing_lines, ended_early, final_table, summary, write_result
 from distill.observe.sinks import METRICS_FILE
 from distill.observe.timeline import union
-from distill.protocols import PublishResult, Sink
+from distill.protocols import PublishResult, Sink, TeacherFigures
 from distill.registry import load
 from distill.types import ScoredSample, StepResult
 
@@ -133,17 +133,19 @@ class Observer:
         set_aside: Mapping[str, int],
         queue_age_s: Mapping[str, float],
         swaps: Mapping[str, int],
+        slots: TeacherFigures,
         publish: PublishResult | None,
         store_size: int,
     ) -> None:
         """One optimiser step was done on these samples, and its weights were published.
 
         `set_aside` counts what the batch lacks by the teacher at fault ("": no teacher). `queue_age_s` and `swaps` are
-        per teacher, the swaps counted since this process began.
+        per teacher, the swaps counted since this process began, as is all of `slots`.
         """
         history, counters, now = self._history, self._history.counters, self.clock()
         lags = [result.version - 1 - item.sample.oldest_version for item in samples]
         history.count_swaps(swaps)
+        history.count_slots(slots)
         counters.version = result.version
         counters.samples += len(samples)
         counters.tokens += result.tokens
@@ -158,6 +160,10 @@ class Observer:
             **self._work_metrics(now),
             **{f"teacher/queue_age_s/{name}": age for name, age in queue_age_s.items()},
             **{f"teacher/swaps/{name}": float(count) for name, count in history.swaps.items()},
+            **{f"teacher/dropped/{name}": float(count) for name, count in history.slots.dropped.items()},
+            "slots/stall_share": history.slots.stall_share,
+            "slots/load_bytes": float(history.slots.load_bytes),
+            "slots/streams": float(history.slots.streams),
             "store/size": float(store_size),
             "memory/peak_gb": counters.peak_memory_bytes / 1e9,
         }
@@ -187,9 +193,10 @@ class Observer:
         self._write(record.step, {name: value for name, value in values.items() if value is not None})
         self._progress.evaluation(record)
 
-    def swapped(self, counts: Mapping[str, int], /) -> None:
-        """Each teacher was loaded so many times since this process began, steps or not."""
+    def swapped(self, counts: Mapping[str, int], slots: TeacherFigures, /) -> None:
+        """Each teacher was loaded so many times since this process began, steps or not, and what came of it."""
         self._history.count_swaps(counts)
+        self._history.count_slots(slots)
 
     def quarantined(self, counts: Mapping[str, int], /) -> None:
         """So many samples of the whole run were set aside, by the teacher at fault ("": no teacher)."""

@@ -88,6 +88,7 @@ def _tiles(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("weight updates", str(result["weight_updates"])),
         ("teacher swaps", str(result["teacher_swaps"])),
+        ("slot stall", percent(result["slots"]["stall_share"])),
         ("overlap", percent(result["overlap"])),
         ("max staleness", str(result["max_staleness_seen"])),
         ("samples", f"{result['samples']:,}"),

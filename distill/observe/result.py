@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def summary(history: History, status: str, *, wall_s: float, run_dir: Path, expo
         "weight_updates": counters.weight_updates,
         "teacher_swaps": sum(history.swaps.values()),
         "swaps": dict(history.swaps),
+        "slots": {**asdict(history.slots), "stall_share": history.slots.stall_share},
         "max_staleness_seen": counters.max_staleness,
         "samples": counters.samples,
         "tokens": counters.tokens,
@@ -100,6 +102,13 @@ def _figures(result: dict[str, Any]) -> list[str]:
         f"{result['samples']} samples, {result['tokens']} tokens in {result['wall_s']:.0f} s; "
         f"{percent(result['overlap'])} of it overlapped; peak {result['peak_memory_gb']:.2f} GB"
     ]
+    slots = result["slots"]
+    if slots["loads"]:
+        lines.append(
+            f"teacher slots: {slots['load_bytes'] / 1e9:.3g} GB loaded in {slots['load_s']:.1f} s, "
+            f"{percent(slots['stall_share'])} of the time in which a teacher was wanted stood still"
+        )
+    lines += [f"{count} samples went on without teacher {name}" for name, count in slots["dropped"].items()]
     lines += [
         f"KL to the teacher, {domain}: {ends['first']:.4f} -> {ends['last']:.4f} nat"
         for domain, ends in result["kl"].items()

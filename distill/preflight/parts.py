@@ -15,7 +15,7 @@ from distill import registry
 from distill.config import RunConfig
 from distill.errors import ConfigError, DistillError, MissingDependency
 from distill.protocols import SampleStore, ServerHost, Sink, StudentBackend
-from distill.teacher_manager import Scheduler
+from distill.teacher_manager import RunPolicy
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ INTERFACES = {
         _members(SampleStore), kwargs=("capacity", "first_ordinal"), takes="(*, capacity, first_ordinal)"
     ),
     "scheduler": Interface(
-        _members(Scheduler),
-        ([], []),
-        ("hold_s", "max_visit_tokens", "barrier"),
-        takes="(teachers, slots, *, hold_s, max_visit_tokens, barrier)",
+        _members(RunPolicy),
+        (None,),
+        ("visit_tokens",),
+        takes="(system, *, visit_tokens)",
     ),
     "student": Interface(_members(StudentBackend)),
     "server": Interface(_members(ServerHost)),

@@ -6,6 +6,7 @@ R written tokens, K most probable tokens reported with each.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -78,3 +79,36 @@ def _versions(meta: Meta, count: int) -> tuple[str, ...]:
     if len(labels) != count:
         raise BrokenReply(f"weight_versions covers {len(labels)} of {count} tokens")
     return tuple(labels)
+
+
+def generate_body(requests: Sequence[GenerateRequest]) -> dict[str, Any]:
+    """The JSON that asks for answers to all of them."""
+    body: dict[str, Any] = {
+        "input_ids": [request.input_ids.tolist() for request in requests],
+        "rid": [request.id for request in requests],
+        "sampling_params": [_sampling_params(request) for request in requests],
+        "return_logprob": True,
+    }
+    if any(request.report_k for request in requests):
+        body |= {
+            "top_logprobs_num": [request.report_k for request in requests],
+            # the flag of the prompt's rows, of which there are none, is for a version that knows only that one:
+            # SGLang refuses the encoding beside no flag that it knows
+            "return_flat_raw_top_logprobs": True,
+            "return_flat_raw_output_top_logprobs": True,
+            "return_flat_raw_top_logprobs_b64": True,
+        }
+    return body
+
+
+def _sampling_params(request: GenerateRequest) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "max_new_tokens": request.max_new_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "stop_token_ids": list(request.stop_token_ids),
+    }
+    if request.seed is not None:
+        params["sampling_seed"] = request.seed
+    return params

@@ -28,6 +28,18 @@ _GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 _WILDCARDS = ("0.0.0.0", "::")
 
 
+class SlotSettings(TypedDict):
+    """The memory of a slot. GB = 1e9 bytes."""
+
+    slot_gb: float
+    """Weight bytes on the device."""
+    host_gb: NotRequired[float]
+    """Host memory for weights, of all slots of the machine together; 0: none."""
+    host_folder: NotRequired[Path | None]
+    """Where that is; None: a folder of the user's in /dev/shm."""
+    host_differences: NotRequired[bool]
+
+
 class LaunchSettings(TypedDict):
     """What a launcher is told beside the configuration that all servers share."""
 
@@ -47,6 +59,9 @@ class LaunchSettings(TypedDict):
     memory_limit_gb: NotRequired[float | None]
     """Weight bytes that the embedded server may hold, GB = 1e9."""
     attach_url: NotRequired[str | None]
+    slot: NotRequired[SlotSettings | None]
+    """Start the embedded server as a slot that teachers share; it holds nothing at first, and `model` is not read.
+    Other programs are started with `model`."""
 
 
 class EmbeddedLauncher(ServerProcess):
@@ -122,24 +137,30 @@ class _Embedded:
         config, settings = self._config, self._settings
         file = self._address_file(incarnation)
         file.unlink(missing_ok=True)
-        limit = settings.get("memory_limit_gb")
+        slot = settings.get("slot")
         return [
             *(_interpreter(config), "-m", "distill.serving.embedded"),
-            *("--model-path", str(settings["model"])),
+            *(self._one_model() if slot is None else _slot_arguments(slot)),
             *("--name", settings["name"]),
             *("--host", config.host),
             *("--port", str(self._port)),
             *("--address-file", str(file)),
             *("--device", config.device),
             *("--dtype", config.dtype),
-            *("--vocab-size", str(settings["vocab_size"])),
             *(("--context-length", str(config.context_length)) if config.context_length else ()),
             *("--max-batch-size", str(config.max_batch_size)),
             *("--threads", str(config.threads)),
-            *("--weight-version", settings["weight_version"]),
-            *("--mesh-host", config.host),
-            *(("--memory-limit-gb", str(limit)) if limit else ()),
             *config.args,
+        ]
+
+    def _one_model(self) -> list[str]:
+        settings, limit = self._settings, self._settings.get("memory_limit_gb")
+        return [
+            *("--model-path", str(settings["model"])),
+            *("--vocab-size", str(settings["vocab_size"])),
+            *("--weight-version", settings["weight_version"]),
+            *("--mesh-host", self._config.host),
+            *(("--memory-limit-gb", str(limit)) if limit else ()),
         ]
 
     def environment(self) -> dict[str, str]:
@@ -172,6 +193,16 @@ class _Embedded:
 
     def _address_file(self, incarnation: int) -> Path:
         return self._settings["folder"].absolute() / f"{self._settings['name']}.{incarnation}.address.json"
+
+
+def _slot_arguments(slot: SlotSettings) -> list[str]:
+    host_gb, folder = slot.get("host_gb", 0.0), slot.get("host_folder")
+    return [
+        *("--teachers", "--slot-gb", str(slot["slot_gb"])),
+        *(("--host-gb", str(host_gb)) if host_gb else ()),
+        *(("--host-folder", str(folder)) if folder else ()),
+        *(("--host-differences",) if slot.get("host_differences") else ()),
+    ]
 
 
 class _SGLang:

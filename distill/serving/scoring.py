@@ -10,7 +10,7 @@ Legend: R response tokens, k ids of the student's choice, J ids that a piece ask
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,9 +64,9 @@ def json_body(asked: Sequence[Asked]) -> dict[str, Any]:
     return body
 
 
-def packed_body(asked: Sequence[Asked], full: bool) -> dict[str, Any] | bytes:
-    """The same for a server with packed replies; packed itself where each row has ids of its own."""
-    body = _body(asked) | {"return_packed": True} | ({"return_full_logprobs": True} if full else {})
+def packed_body(asked: Sequence[Asked], full: bool, more: Mapping[str, Any] | None = None) -> dict[str, Any] | bytes:
+    """The same for a server with packed replies, and `more` keys; packed itself where each row has ids of its own."""
+    body = _body(asked) | {"return_packed": True} | ({"return_full_logprobs": True} if full else {}) | dict(more or {})
     row_ids = [one.row_ids for one in asked if one.row_ids is not None]
     return pack(body, {"row_ids": np.concatenate(row_ids)}) if row_ids else body
 

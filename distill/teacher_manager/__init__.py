@@ -1,21 +1,26 @@
-"""N teachers, M servers: `scheduler` decides whose turn it is, `slot` loads and checks, `manager` keeps promises.
+"""N teachers, M slots: a policy in `planning` decides, `driver` carries out, `slot` checks, `manager` keeps promises.
 
-`spelling` and `translation` are for teachers whose tokenizer is not the student's.
+`timeline` has the model that policies plan on; `spelling` and `translation` are for teachers whose tokenizer is not the
+student's.
 """
 
+from distill.teacher_manager.catalogue import CPU, CUDA, Catalogue, Rates
+from distill.teacher_manager.driver import RunPolicy
 from distill.teacher_manager.gate import CanaryStore
 from distill.teacher_manager.manager import EventSink, SpanSink, TeacherManager
-from distill.teacher_manager.scheduler import AnnouncedScheduler, Scheduler
 from distill.teacher_manager.slot import Slot
 from distill.teacher_manager.spelling import Spelling
 from distill.teacher_manager.teachers import Teacher
 from distill.teacher_manager.translation import Translation
 
 __all__ = [
-    "AnnouncedScheduler",
+    "CPU",
+    "CUDA",
     "CanaryStore",
+    "Catalogue",
     "EventSink",
-    "Scheduler",
+    "Rates",
+    "RunPolicy",
     "Slot",
     "SpanSink",
     "Spelling",

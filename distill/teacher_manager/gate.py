@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from distill.errors import TeacherError
-from distill.protocols import ModelServer
+from distill.protocols import TeacherServer
 from distill.teacher_manager.teachers import Teacher
 from distill.types import Floats, Ids, ScoreRequest, Signal, SignalSpec
 
+SAMPLED = SignalSpec(Signal.SAMPLED)
 CANARY_TOKENS = 16
 CANARY_RESPONSE = 12
 _STRIDE = 2_654_435_761
@@ -67,8 +68,16 @@ class Gate:
         self._vocab_size = vocab_size
         self._atol = atol
 
-    async def check(self, client: ModelServer, teacher: Teacher, slot: str) -> None:
-        held = await client.checksums()
+    def canary(self, teacher: Teacher, spec: SignalSpec = SAMPLED) -> ScoreRequest:
+        """The fixed sequence as a request. Where `spec` asks about tokens of the student's choice these are the first
+        ones of the vocabulary: only the sampled tokens are compared."""
+        ids = canary_ids(teacher.vocab_size or self._vocab_size)
+        choice = np.tile(np.arange(spec.student_k, dtype=np.int32), (CANARY_RESPONSE, 1)) if spec.student_k else None
+        return ScoreRequest(f"canary-{teacher.name}", ids, CANARY_RESPONSE, choice, teacher=teacher.name)
+
+    async def check(self, server: TeacherServer, teacher: Teacher, slot: str, *, scores: bool = True) -> None:
+        """The weights of a resident object and, where it scores, its canary."""
+        held = await server.checksums(teacher.name)
         wrong = await asyncio.to_thread(teacher.differences, held)
         if wrong:
             raise TeacherError(
@@ -77,15 +86,20 @@ class Gate:
                 why="its scores would come from other weights than those of the teacher",
                 fix="check that nothing rewrites the folder during a run; look at the server's log",
             )
-        ids = canary_ids(teacher.vocab_size or self._vocab_size)
-        request = ScoreRequest(f"canary-{teacher.name}", ids, CANARY_RESPONSE)
-        replies = await client.score([request], SignalSpec(Signal.SAMPLED), teacher.name, teacher.version)
-        self._compare(teacher, slot, replies[0].logprobs)
+        if scores:
+            (reply,) = await server.score([self.canary(teacher)], SAMPLED)
+            await self.compare(teacher, slot, reply.logprobs)
 
-    def _compare(self, teacher: Teacher, slot: str, found: Floats) -> None:
-        recorded = self._canaries.get(teacher.digest)
+    async def compare(self, teacher: Teacher, slot: str, found: Floats) -> None:
+        """The canary's log-probabilities against those of the teacher's first time, which are remembered."""
+        digest = await asyncio.to_thread(lambda: teacher.digest)  # the first time, this reads the files
+        recorded = self._canaries.get(digest)
         if recorded is None:
-            self._canaries.put(teacher.digest, teacher.name, found)
+            if not np.isfinite(found).all():
+                raise TeacherError(
+                    f"teacher {teacher.name}: its canary on {slot} is no number", fix="check its weights"
+                )
+            self._canaries.put(digest, teacher.name, found)
             return
         change = float(np.max(np.abs(found - recorded)))
         if not change <= self._atol:  # a NaN must not pass

@@ -1,7 +1,8 @@
-"""Many teachers on few servers: samples come in when they are finished, scores go out when their teacher had its turn.
+"""Many teachers on few slots: samples come in when they are finished, scores go out when their teacher had its turn.
 
-The manager keeps the promises (each sample is scored once by each of its teachers, or fails with a reason); the
-scheduler decides whose turn it is; a slot makes sure that a score comes from the teacher that it is said to come from.
+The manager keeps the promises (each sample is scored once by each of its teachers, or fails with a reason); a policy
+decides what is copied, evicted and served, and the driver carries that out; a slot makes sure that a score comes from
+the teacher that it is said to come from.
 """
 
 from __future__ import annotations
@@ -9,34 +10,28 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from distill.config import TeacherManagerConfig
-from distill.errors import ServerError, TeacherError
-from distill.protocols import TeacherCaps
+from distill.errors import ServerError, TeacherDropped, TeacherError
+from distill.protocols import TeacherCaps, TeacherFigures, WeightCosts
+from distill.teacher_manager.barrier import Barrier
+from distill.teacher_manager.catalogue import CPU, Catalogue, Rates
+from distill.teacher_manager.driver import Driver, RunPolicy, Served
+from distill.teacher_manager.failures import Failures
 from distill.teacher_manager.gate import CanaryStore, Gate
-from distill.teacher_manager.scheduler import Job, Scheduler, Visit, Wait
-from distill.teacher_manager.slot import Slot
-from distill.teacher_manager.teachers import Teacher
-from distill.teacher_manager.translation import Translation, questions
-from distill.types import (
-    GenerateRequest,
-    Generation,
-    Sample,
-    ScoredSample,
-    ScoreRequest,
-    Signal,
-    SignalSpec,
-    TeacherScores,
-)
+from distill.teacher_manager.pace import Pace
+from distill.teacher_manager.slot import ACTIVATIONS, Slot
+from distill.teacher_manager.timeline.case import Job, System
+from distill.teacher_manager.translation import Question, Translation, questions
+from distill.teacher_manager.work import Work, batches, cost_of_prompt, in_order
+from distill.types import GenerateRequest, Generation, Sample, ScoredSample, ScoreRequest, Signal, SignalSpec
 
-T = TypeVar("T")
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 5.0
+_NEVER_NS = 2**62
 
 
 class SpanSink(Protocol):
@@ -51,36 +46,14 @@ class EventSink(Protocol):
     def __call__(self, level: str, message: str, /) -> None: ...
 
 
-@dataclass(slots=True, eq=False)
-class _Work:
-    """A job with what is to be done and who waits for it."""
-
-    job: Job
-    score: ScoreRequest | None
-    prompts: Sequence[GenerateRequest]
-    """Empty for a job that scores."""
-    future: asyncio.Future[Any]
-    since: float
-    tries: int = 0
-    alone: bool = False
-    """It was in a call whose scores were refused: by itself it shows whether it was to blame."""
-    doubted: bool = False
-    """Its own scores were refused once."""
-
-    @property
-    def name(self) -> str:
-        """For a message."""
-        return f"a call of {len(self.prompts)} prompts to answer" if self.prompts else self.job.sample
-
-
 class TeacherManager:
-    """Implements `TeacherBackend` over N teachers and M slots."""
+    """Implements `TeacherBackend` over N teachers and M slots. `start` comes first."""
 
     def __init__(
         self,
-        teachers: Sequence[Teacher],
+        catalogue: Catalogue,
         slots: Sequence[Slot],
-        scheduler: Scheduler,
+        make_policy: Callable[[System], RunPolicy],
         spec: SignalSpec,
         config: TeacherManagerConfig,
         *,
@@ -89,48 +62,103 @@ class TeacherManager:
         on_span: SpanSink,
         on_event: EventSink,
         translations: Mapping[str, Translation] = MappingProxyType({}),
+        batch_size: int = 1,
+        rates: Rates = CPU,
+        barrier: bool = False,
     ) -> None:
-        """`translations`: for each teacher that has another tokenizer than the student."""
-        for teacher in teachers:
-            for slot in slots:
-                slot.check_budget(teacher)
-        self._teachers = {teacher.name: teacher for teacher in teachers}
+        """`translations`: for each teacher that has another tokenizer than the student. `batch_size`: samples that one
+        step of the student learns from. With `barrier` what is computed together depends on the samples alone."""
+        self._catalogue = catalogue
         self._slots = list(slots)
-        self._scheduler = scheduler
+        self._make_policy = make_policy
         self._spec = spec
         self._config = config
         self._translations = translations
         self._caps = TeacherCaps(frozenset(Signal), max_k=vocab_size, vocab_size=vocab_size)
         self._gate = Gate(canaries, vocab_size=vocab_size, atol=config.canary_atol)
         self._span = on_span
-        self._event = on_event
+        self.event = on_event
+        self._rates = rates
+        self._barrier = Barrier() if barrier else None
+        self._failures = Failures(config, on_event)
+        self._pace = Pace(batch_size, config.deadline_s)
         self._ids = itertools.count()
-        self._works: dict[int, _Work] = {}
-        self._quarantined: dict[str, TeacherError] = {}
-        self._fault: Exception | None = None
-        """What ended the loop of a slot."""
+        self._announced: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        """Sample -> teacher -> rollout, until its work arrives."""
+        self._works: set[Work] = set()
+        self._jobs: dict[int, list[Work]] = {}
+        """Of the policy: the works of one job are done in one visit."""
         self._swaps = Counter[str]()
         self._tokens = Counter[str]()
-        self._changed = asyncio.Event()
-        self._loops: list[asyncio.Task[None]] = []
+        self._costs: list[WeightCosts] = []
+        """By item."""
+        self._load_s = 0.0
+        self._loaded_bytes = 0
+        self._streams = 0
+        self._bad_streams = Counter[int]()
+        """Item -> streams in a row whose weights were refused."""
+        self._driver: Driver | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._fault: BaseException | None = None
 
     @property
     def caps(self) -> TeacherCaps:
         return self._caps
 
+    async def start(self) -> None:
+        """Make every teacher known to every slot, and begin. Raises ServerError when a slot cannot be reached, and
+        TeacherError for a teacher that no slot has room for."""
+        opened = await asyncio.gather(
+            *(slot.open(self._catalogue.sources, self._config.timeout_s) for slot in self._slots)
+        )
+        for slot, costs in zip(self._slots, opened, strict=True):
+            self._catalogue.check_budget(costs, slot.name, slot.budget_bytes)
+        self._costs = opened[0]
+        ledger = await self._slots[0].ledger(self._config.timeout_s)
+        system = self._catalogue.system(
+            opened[0],
+            [slot.budget_bytes for slot in self._slots],
+            holds_one=self._slots[0].holds_one,
+            rates=self._rates,
+            host_bytes=ledger.host_budget_bytes,
+        )
+        self._driver = Driver(
+            self._catalogue,
+            system,
+            self._make_policy(system),
+            self._slots,
+            self,
+            self._gate,
+            self._config.timeout_s,
+        )
+        self._running = asyncio.create_task(self._driver.run(), name="teacher manager")
+        self._running.add_done_callback(self._driver_ended)
+
     def announce(self, sample_id: str, teachers: Sequence[str], expected_tokens: int) -> None:
         """A rollout starts: these teachers will be asked for it."""
         for teacher in teachers:
-            self._scheduler.announce(sample_id, teacher, expected_tokens, time.monotonic())
+            rollout, item = next(self._ids), self._catalogue.item_of[teacher]
+            self._announced[sample_id][teacher] = rollout
+            if self._barrier is not None:
+                self._barrier.announce(rollout, item)
+            if not self._failures.is_out(item):
+                self._ready_driver.announce(rollout, item, expected_tokens)
+
+    def advance(self, version: int) -> None:
+        """The student's weights have this version now: what its next steps wait for is in more of a hurry."""
+        self._pace.advance(version, time.monotonic())
 
     def cancel(self, sample_id: str) -> None:
         """The rollout failed: nobody will ask for it."""
-        self._scheduler.withdraw(sample_id)
-        self._wake()
+        for teacher, rollout in self._announced.pop(sample_id, {}).items():
+            self._ready_driver.withdraw(rollout)
+            if self._barrier is not None:
+                self._send_bundles(self._barrier.end(rollout, self._catalogue.item_of[teacher]))
 
     async def score(self, sample: Sample) -> ScoredSample:
         """The scores of all teachers of the sample, in that order. Raises TeacherError when one cannot give any, and
-        ServerError for a sample without a token.
+        ServerError for a sample without a token. Where failed teachers are dropped, the sample that comes back has
+        those alone that scored it; TeacherDropped says that none did.
 
         The error has the sample's id when its scores were refused twice, the second time in a call of its own and from
         weights that were loaded and verified since: another try would find the same, and no other sample is concerned.
@@ -149,8 +177,8 @@ class TeacherManager:
             self._submit(teacher, sample.id, len(each.request.input_ids), sample.ordinal, score=each.request)
             for teacher, each in zip(sample.teachers, asked, strict=True)
         ]
-        found: list[TeacherScores] = await self._results(works)
-        return ScoredSample(sample, tuple(each.answer(sample, its) for each, its in zip(asked, found, strict=True)))
+        self._announced.pop(sample.id, None)
+        return self._scored(sample, asked, await self._results(works))
 
     async def generate(self, teacher: str, requests: Sequence[GenerateRequest]) -> list[Generation]:
         """Have one teacher write, when it has its turn. Raises TeacherError when it cannot."""
@@ -159,34 +187,56 @@ class TeacherManager:
         translation = self._translations.get(teacher)
         if translation is not None:
             requests = [translation.prompt(request) for request in requests]
-        tokens = sum(map(_cost_of_prompt, requests))
+        tokens = sum(map(cost_of_prompt, requests))
         work = self._submit(teacher, requests[0].id, tokens, ordinal=-1, prompts=requests)
-        written: list[Generation] = (await self._results([work]))[0]
+        (written,) = await self._results([work])
+        if isinstance(written, TeacherDropped):
+            raise written
         return written if translation is None else [translation.written(each) for each in written]
 
     def queue_ages(self) -> Mapping[str, float]:
         now = time.monotonic()
-        ages = dict.fromkeys(self._teachers, 0.0)
-        for work in self._works.values():
-            ages[work.job.teacher] = max(ages[work.job.teacher], now - work.since)
+        ages = dict.fromkeys(self._catalogue.teachers, 0.0)
+        for work in self._works:
+            ages[work.teacher] = max(ages[work.teacher], now - work.since)
         return ages
 
     def swap_counts(self) -> Mapping[str, int]:
-        return {name: self._swaps[name] for name in self._teachers}
+        return {name: self._swaps[name] for name in self._catalogue.teachers}
 
     def token_counts(self) -> Mapping[str, int]:
         """Teacher -> tokens that it scored, prompts included."""
-        return {name: self._tokens[name] for name in self._teachers}
+        return {name: self._tokens[name] for name in self._catalogue.teachers}
+
+    def figures(self) -> TeacherFigures:
+        times = self._ready_driver.stall.times(time.monotonic())
+        return TeacherFigures(
+            loads=sum(self._swaps.values()),
+            load_bytes=self._loaded_bytes,
+            load_s=self._load_s,
+            streams=self._streams,
+            busy_s=times.busy_s,
+            stalled_s=times.stalled_s,
+            dropped=self._failures.dropped(),
+        )
 
     async def close(self) -> None:
         """Stop the slots. Whoever still waits for a score is cancelled."""
-        for loop in self._loops:
-            loop.cancel()
-        await asyncio.gather(*self._loops, return_exceptions=True)
-        for work in self._works.values():
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+        self._failures.close()
+        for work in self._works:
             work.future.cancel()
         for slot in self._slots:
             await slot.close()
+
+    # Works on their way to the policy.
+
+    @property
+    def _ready_driver(self) -> Driver:
+        assert self._driver is not None, "start() comes first"
+        return self._driver
 
     def _submit(
         self,
@@ -197,198 +247,232 @@ class TeacherManager:
         *,
         score: ScoreRequest | None = None,
         prompts: Sequence[GenerateRequest] = (),
-    ) -> _Work:
-        if not self._loops:
-            self._loops = [asyncio.create_task(self._serve(slot), name=slot.name) for slot in self._slots]
-            for loop in self._loops:
-                loop.add_done_callback(self._loop_ended)
-        now = time.monotonic()
-        job = Job(next(self._ids), sample, teacher, tokens, ordinal)
-        work = _Work(job, score, prompts, asyncio.get_running_loop().create_future(), now)
-        refusal = self._fault or self._quarantined.get(teacher)
-        if refusal is not None:
-            work.future.set_exception(_again(refusal) if isinstance(refusal, TeacherError) else refusal)
-            return work
-        self._works[job.id] = work
-        self._scheduler.arrive(job, now)
-        self._wake()
+    ) -> Work:
+        item = self._catalogue.item_of[teacher]
+        if score is not None:
+            score = replace(score, teacher=self._catalogue.items[item].files.name)
+        work = Work(teacher, item, sample, tokens, ordinal, time.monotonic(), score, prompts)
+        work.rollout = self._announced[sample].get(teacher) if score is not None else None
+        self._works.add(work)
+        work.future.add_done_callback(lambda _: self._works.discard(work))
+        if self._fault is not None:
+            work.future.set_exception(self._fault)
+        elif not self._failures.take(work):
+            self._send(work)
         return work
 
-    async def _results(self, works: Sequence[_Work]) -> list[Any]:
-        """All results, or the first error; what is still waiting then is forgotten."""
+    def _send(self, work: Work) -> None:
+        if self._barrier is None or work.prompts:
+            self._arrive([work])
+        else:
+            self._send_bundles(self._barrier.hold(work))
+
+    def _send_bundles(self, works: Sequence[Work]) -> None:
+        """Behind a barrier what shares a request is settled here: one job a request."""
+        for bundle in batches(works, lambda work: work.tokens, self._config.call_tokens):
+            self._arrive(bundle)
+
+    def _arrive(self, works: Sequence[Work]) -> None:
+        """As one job of the policy."""
+        driver, first = self._ready_driver, works[0]
+        for work in works[1:]:
+            if work.rollout is not None:
+                driver.withdraw(work.rollout)
+        now_ns, tokens = driver.now_ns(), sum(work.tokens for work in works)
+        due_s = min(self._pace.due_s(work.ordinal, time.monotonic()) for work in works)
+        deadline_ns = _NEVER_NS if self._barrier else now_ns + int(due_s * 1e9)
+        rollout = next(self._ids) if first.rollout is None else first.rollout
+        job = Job(next(self._ids), first.item, 0, now_ns, now_ns, tokens, tokens, deadline_ns)
+        self._jobs[job.id] = list(works)
+        for work in works:
+            work.job = job.id
+        driver.arrive(rollout, job, first.group)
+
+    async def _results(self, works: Sequence[Work]) -> list[Any]:
+        """All results, or the first error; what is still waiting then is forgotten. A teacher that is to be done
+        without has its error as a result."""
         try:
-            return await asyncio.gather(*(work.future for work in works))
+            return await asyncio.gather(*(self._failures.result(work) for work in works))
         finally:
             for work in works:
                 work.future.cancel()
-                if self._works.pop(work.job.id, None) is not None:
-                    self._scheduler.drop(work.job)
+                self._leave(work)
 
-    async def _serve(self, slot: Slot) -> None:
-        """One slot's life: decide, visit, and pause for longer each time after its server failed."""
-        pause = 0.0
-        while True:
-            decision = self._scheduler.next(slot.name, time.monotonic())
-            if isinstance(decision, Wait):
-                await self._event_or(decision.until)
-            elif await self._visit(slot, decision):
-                pause = 0.0
-            else:
-                pause = min(max(2 * pause, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
-                await asyncio.sleep(pause)
+    def _leave(self, work: Work) -> None:
+        """It is done, one way or another."""
+        if self._barrier is not None:
+            self._barrier.forget(work)
+        self._failures.forget(work)
+        job = work.job
+        if self._driver is None or job is None or self.wants(job) or job not in self._driver.fleet.waiting:
+            return  # on a visit, it is left to that
+        self._driver.drop(job)
+        self._jobs.pop(job, None)
 
-    async def _visit(self, slot: Slot, visit: Visit) -> bool:
-        """Serve the jobs; False when the server failed. What was not done waits again, unless it failed too often."""
-        works = [work for job in visit.jobs if (work := self._works.get(job.id)) and not work.future.done()]
-        blamed, doubts = works, False
+    def _scored(self, sample: Sample, asked: Sequence[Question], found: Sequence[Any]) -> ScoredSample:
+        scores = {
+            name: replace(each.answer(sample, its), teacher=name)
+            for (name, each), its in zip(zip(sample.teachers, asked, strict=True), found, strict=True)
+            if not isinstance(its, TeacherDropped)
+        }
+        if not scores:
+            raise TeacherDropped(
+                f"{sample.id}: none of its teachers could be served",
+                why=found[0].what,
+                fix="it is left out, as teacher_manager.on_teacher_failure=drop_teacher says",
+                sample_id=sample.id,
+            )
+        if len(scores) < len(sample.teachers):
+            sample = replace(sample, teachers={name: sample.teachers[name] for name in scores})
+        return ScoredSample(sample, tuple(scores.values()))
+
+    # What the driver asks and tells: see `driver.Station`.
+
+    def wants(self, job: int) -> bool:
+        return any(not work.future.done() for work in self._jobs.get(job, ()))
+
+    async def serve(self, slot: Slot, item: int, jobs: tuple[int, ...], *, stream: bool) -> Served:
+        works = in_order(work for job in jobs for work in self._jobs.get(job, ()) if not work.future.done())
+        tokens, distrust, blamed = 0, "", works
         try:
-            if works:
-                await self._bring(slot, self._teachers[visit.teacher])
             for call in self._calls(works):
                 blamed = call
-                doubts |= await self._run_or_doubt(slot, visit.teacher, call)
-            if doubts:
-                slot.fail()  # the second opinion is that of weights which were loaded and verified since
-            return True
+                tokens += sum(work.tokens for work in call if work.score is not None)
+                distrust = await self._run_or_doubt(slot, item, call, stream=stream) or distrust
         except (ServerError, TeacherError) as error:
-            slot.fail()
-            self._event("warning", f"{slot.name}: {len(blamed)} requests for {visit.teacher} failed: {error.what}")
-            self._blame(blamed, error)
-            return False
-        finally:
-            waiting = [work.job for work in works if not work.future.done()]
-            self._scheduler.finish(slot.name, waiting, slot.resident, time.monotonic())
-            self._wake()
+            name = self._catalogue.items[item].files.name
+            self.event("warning", f"{slot.name}: {len(blamed)} requests for {name} failed: {error.what}")
+            distrust = error.what
+            if stream and isinstance(error, TeacherError):
+                self._distrust_stream(item, error)
+            else:
+                self._failures.blame(blamed, error)
+        undone = tuple(job for job in jobs if self.wants(job))
+        for job in set(jobs) - set(undone):
+            self._jobs.pop(job, None)
+        return Served(undone, 0 if any(work.prompts for work in works) else tokens, distrust)
 
-    async def _bring(self, slot: Slot, teacher: Teacher) -> None:
-        """Make the teacher resident. One whose weights do not check out is quarantined: all its work fails."""
-        if await slot.holds(teacher.name, self._config.timeout_s):
+    def _distrust_stream(self, item: int, error: TeacherError) -> None:
+        """As with loads, weights that are wrong twice in a row are given up."""
+        self._bad_streams[item] += 1
+        if self._bad_streams[item] >= ACTIVATIONS:
+            self.refused(item, error)
+
+    def loaded(self, item: int, start: float, end: float) -> None:
+        files = self._catalogue.items[item].files
+        self._swaps[files.name] += 1
+        self._load_s += end - start
+        self._loaded_bytes += self._costs[item].bytes
+        size = self._costs[item].bytes
+        self._span("swap", start, end, files.name, size)
+        self.event("debug", f"{files.name} loaded, {size / 1e9:.3f} GB in {end - start:.2f} s")
+
+    def refused(self, item: int, error: TeacherError) -> None:
+        name = self._catalogue.items[item].files.name
+        if f"teacher {name}" not in error.what:
+            error = TeacherError(f"teacher {name}: {error.what}", why=error.why, fix=error.fix)
+        members = [number for number, each in enumerate(self._catalogue.items) if item in (number, each.base)]
+        for member in members:
+            works = [work for work in self._works if work.item == member and not work.future.done()]
+            for work in works:
+                self._take_back(work)
+            for sample in self._announced.values():
+                for teacher, rollout in sample.items():
+                    if self._catalogue.item_of[teacher] == member:
+                        self._ready_driver.withdraw(rollout)
+            self._failures.out(member, error, works, again=self._send)
+
+    def unreachable(self, slot: str, error: ServerError, failures: int) -> None:
+        self.event("warning", f"{slot}: not reached, and no other slot is left: {error.what}")
+        if failures < self._config.max_tries or self._config.on_teacher_failure == "wait":
             return
-        start = time.monotonic()
-        try:
-            await slot.activate(teacher, self._gate, self._config.timeout_s)
-        except TeacherError as error:
-            self._quarantined[teacher.name] = error
-            for work in self._works.values():
-                if work.job.teacher == teacher.name:
-                    self._fail(work, _again(error))
-            raise
-        end = time.monotonic()
-        self._swaps[teacher.name] += 1
-        self._span("swap", start, end, teacher.name, teacher.bytes)
-        self._event("debug", f"{slot.name}: {teacher.name} loaded, {teacher.bytes / 1e9:.3f} GB in {end - start:.2f} s")
+        for work in list(self._works):
+            self._take_back(work)
+            self._failures.fail(
+                work, TeacherError(f"no slot can be reached: {error.what}", why=error.why, fix=error.fix)
+            )
 
-    async def _run_or_doubt(self, slot: Slot, teacher: str, call: Sequence[_Work]) -> bool:
+    # Requests.
+
+    def _take_back(self, work: Work) -> None:
+        """From the policy; its job's other works go with it."""
+        if work.job is not None and self._jobs.pop(work.job, None) is not None:
+            self._ready_driver.drop(work.job)
+        work.job = None
+
+    async def _run_or_doubt(self, slot: Slot, item: int, call: Sequence[Work], *, stream: bool) -> str:
         """`_run`. Scores that are refused because of one sample end this call and nothing else: all of it is asked for
-        again, each by itself, and the sample fails if it is refused once more. True: a second opinion is wanted."""
+        again, each by itself, and the sample fails if it is refused once more. Not empty: a second opinion is wanted,
+        of weights that were loaded and verified since, and why."""
         try:
-            await self._run(slot, teacher, call)
+            await self._run(slot, item, call, stream=stream)
         except TeacherError as error:
-            at_fault = next((work for work in call if work.job.sample == error.sample_id), None)
+            at_fault = next((work for work in call if work.sample == error.sample_id), None)
             if at_fault is None:
                 raise
             for work in call:
                 work.alone = True
             if at_fault.doubted:
-                self._fail(at_fault, error)
-                return False
+                _settle(at_fault, error)
+                return ""
             at_fault.doubted = True
-            self._event("warning", f"{slot.name}: scores are refused, and asked for once more: {error.what}")
-            return True
-        return False
+            self.event("warning", f"{slot.name}: scores are refused, and asked for once more: {error.what}")
+            return error.what
+        return ""
 
-    async def _run(self, slot: Slot, teacher: str, call: Sequence[_Work]) -> None:
-        """One request to the server: samples to score together, or one job that writes."""
-        start = time.monotonic()
+    async def _run(self, slot: Slot, item: int, call: Sequence[Work], *, stream: bool) -> None:
+        """One request to the server: samples to score together, or one work that writes."""
+        start, files = time.monotonic(), self._catalogue.items[item].files
         requests = [work.score for work in call if work.score is not None]
         if requests:
-            replies = await slot.score(slot.epoch, requests, self._spec, self._config.timeout_s)
-            tokens = sum(work.job.tokens for work in call)
-            self._tokens[teacher] += tokens
-            self._span("score", start, time.monotonic(), teacher, tokens)
+            if stream:
+                replies = await slot.stream(files, self._gate, requests, self._spec, self._config.timeout_s)
+                self._streams += 1
+                self._bad_streams[item] = 0
+            else:
+                replies = await slot.score(requests, self._spec, self._config.timeout_s)
+            self._account(call, start)
             for work, scores in zip(call, replies, strict=True):
-                self._settle(work, scores)
+                _settle(work, scores)
             return
         (work,) = call
         written: list[Generation] = []
-        for prompts in _batches(work.prompts, _cost_of_prompt, self._config.call_tokens):
-            written += await slot.generate(slot.epoch, prompts, self._config.timeout_s)
-        self._span("eval", start, time.monotonic(), teacher, sum(len(item.output_ids) for item in written))
-        self._settle(work, written)
+        for prompts in batches(work.prompts, cost_of_prompt, self._config.call_tokens):
+            written += await slot.generate(files, prompts, self._config.timeout_s)
+        self._span("eval", start, time.monotonic(), work.teacher, sum(len(each.output_ids) for each in written))
+        _settle(work, written)
 
-    def _calls(self, works: Sequence[_Work]) -> list[list[_Work]]:
-        """The visit's requests, in the order of its jobs: a function of the jobs alone."""
+    def _account(self, call: Sequence[Work], start: float) -> None:
+        """The tokens of each teacher; the time of a call that several share is split by tokens."""
+        tokens = Counter[str]()
+        for work in call:
+            tokens[work.teacher] += work.tokens
+        share_s = (time.monotonic() - start) / max(1, tokens.total())
+        for teacher, count in tokens.items():
+            self._tokens[teacher] += count
+            self._span("score", start, start + share_s * count, teacher, count)
+            start += share_s * count
+
+    def _calls(self, works: Sequence[Work]) -> list[list[Work]]:
+        """The visit's requests, in the order of its works: a function of the works alone."""
         single = [[work] for work in works if work.prompts or work.alone]
         scoring = [work for work in works if not work.prompts and not work.alone]
-        return single + _batches(scoring, lambda work: work.job.tokens, self._config.call_tokens)
+        return single + batches(scoring, lambda work: work.tokens, self._config.call_tokens)
 
-    def _settle(self, work: _Work, result: Any) -> None:
-        self._works.pop(work.job.id, None)
-        if not work.future.done():  # whoever asked may have gone away meanwhile
-            work.future.set_result(result)
-
-    def _fail(self, work: _Work, error: Exception) -> None:
-        """Ends the job; `_results` takes it out of the books."""
-        if not work.future.done():
-            work.future.set_exception(error)
-
-    def _blame(self, works: Sequence[_Work], error: ServerError | TeacherError) -> None:
-        """Count a try against each."""
-        if isinstance(error, TeacherError):
-            for work in works:
-                work.alone = True  # the next error tells whose fault it is
-        for work in works:
-            work.tries += 1
-            if work.tries < self._config.max_tries:
-                continue
-            failure = TeacherError(
-                f"teacher {work.job.teacher}: {work.name} failed {work.tries} times, last: {error.what}",
-                why=error.why or "its server keeps failing",
-                fix=error.fix or "look at logs/ in the run's folder",
-            )
-            self._fail(work, failure)
-
-    def _loop_ended(self, loop: asyncio.Task[None]) -> None:
-        """A slot's loop never ends by itself: pass on why it did, instead of leaving everyone waiting."""
-        if loop.cancelled():
+    def _driver_ended(self, task: asyncio.Task[None]) -> None:
+        """It never ends by itself: pass on why it did, instead of leaving everyone waiting."""
+        if task.cancelled():
             return
-        error = loop.exception()
-        assert isinstance(error, Exception), "the loop of a slot returned"
-        self._fault = error
-        for work in self._works.values():
-            self._fail(work, error)
-
-    async def _event_or(self, until: float | None) -> None:
-        changed = self._changed
-        try:
-            async with asyncio.timeout(None if until is None else max(until - time.monotonic(), 0)):
-                await changed.wait()
-        except TimeoutError:
-            pass
-
-    def _wake(self) -> None:
-        """Something changed: every free slot decides anew."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._fault = task.exception()
+        assert self._fault is not None, "the driver returned"
+        for work in list(self._works):
+            _settle(work, self._fault)
 
 
-def _batches(items: Iterable[T], cost: Callable[[T], int], limit: int) -> list[list[T]]:
-    """Consecutive items whose costs sum up to `limit` at most; an item that is larger goes alone."""
-    batches: list[list[T]] = []
-    room = 0
-    for item in items:
-        if not batches or cost(item) > room:
-            batches.append([])
-            room = limit
-        batches[-1].append(item)
-        room -= cost(item)
-    return batches
-
-
-def _cost_of_prompt(request: GenerateRequest) -> int:
-    return len(request.input_ids) + request.max_new_tokens
-
-
-def _again(error: TeacherError) -> TeacherError:
-    """A copy for another waiter: a raised exception carries the traceback of the one who got it."""
-    return TeacherError(error.what, why=error.why, fix=error.fix)
+def _settle(work: Work, result: Any) -> None:
+    if work.future.done():  # whoever asked may have gone away meanwhile
+        return
+    if isinstance(result, BaseException):
+        work.future.set_exception(result)
+    else:
+        work.future.set_result(result)

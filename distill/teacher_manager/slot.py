@@ -1,11 +1,13 @@
-"""One model server that teachers take turns in.
+"""One teacher server and the weight objects on it.
 
-COLD ──▶ LOADING ──▶ VERIFY ──▶ READY ──▶ DRAINING ──▶ LOADING …
-  ▲          │          │         │
-  └──────────┴──────────┴─────────┘   the server failed, was started again, or holds something else than it should
+          ┌────────────── the server failed, or was started again ──────────────┐
+          ▼                                                                     │
+COLD or WARM ──▶ LOADING ──▶ VERIFY ──▶ READY ──▶ DRAINING ──▶ RELEASING ──▶ COLD or WARM
 
-Nothing is scored unless the slot is READY. The epoch rises whenever the weights may have changed, and a reply that was
-asked for in an older epoch is dropped: a score can only come from the teacher that the gate has let through.
+WARM: there is a memory tier, and the object was in this slot before. Each object has a state and an epoch of its own.
+Nothing is asked of one that is not READY; its epoch rises whenever its weights may have changed, and a reply that was
+asked for in an older epoch is dropped: a score can only come from weights that the gate has let through. A streamed
+batch has no READY object: it carries the canary with it, and its scores count only if the canary agrees.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeVar
 
 from distill.errors import ServerError, TeacherError
-from distill.protocols import ModelServer, ServerAddress
+from distill.protocols import Loaded, ServerAddress, SlotLedger, TeacherServer, WeightCosts, WeightSource
 from distill.teacher_manager.gate import Gate
 from distill.teacher_manager.teachers import Teacher
 from distill.types import GenerateRequest, Generation, ScoreRequest, SignalSpec, TeacherScores
@@ -26,99 +29,148 @@ from distill.types import GenerateRequest, Generation, ScoreRequest, SignalSpec,
 T = TypeVar("T")
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
-_ACTIVATIONS = 2
+ACTIVATIONS = 2
 """A load that the gate refuses is done once more: a transfer may go wrong once, a file stays as it is."""
 
 
-class State(Enum):
+class Stage(Enum):
     COLD = "cold"
+    WARM = "warm"
     LOADING = "loading"
     VERIFY = "verify"
     READY = "ready"
     DRAINING = "draining"
+    RELEASING = "releasing"
+
+
+def _set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
+@dataclass(slots=True)
+class _Held:
+    stage: Stage = Stage.COLD
+    epoch: int = 0
+    in_flight: int = 0
+    idle: asyncio.Event = field(default_factory=_set_event)
 
 
 class Slot:
-    """A server, the teacher that it holds, and whether that is certain.
-
-    `locate(deadline_s)` says where the server is, waiting for a restart under way; `connect` makes a client for it.
-    """
+    """`locate(deadline_s)` says where the server is, waiting for a restart under way; `connect` makes a client."""
 
     def __init__(
         self,
         name: str,
         locate: Callable[[float], Awaitable[ServerAddress]],
-        connect: Callable[[ServerAddress], ModelServer],
+        connect: Callable[[ServerAddress], TeacherServer],
         budget_bytes: int,
     ) -> None:
         self.name = name
         self.budget_bytes = budget_bytes
-        self.state = State.COLD
-        self.epoch = 0
         self._locate = locate
         self._connect = connect
+        self._server: TeacherServer | None = None
         self._address: ServerAddress | None = None
-        self._client: ModelServer | None = None
-        self._teacher: Teacher | None = None
-        self._in_flight = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._held: dict[str, _Held] = {}
+        self._sources: dict[str, WeightSource] = {}
+        self._costs: dict[str, WeightCosts] = {}
+        self._unknown: set[str] = set()
+        """Objects whose files were broken when the server should have learnt of them."""
 
     @property
-    def resident(self) -> str | None:
-        """The teacher that it can score with now."""
-        return self._teacher.name if self._teacher is not None and self.state is State.READY else None
+    def holds_one(self) -> bool:
+        """See `TeacherServer.holds_one`. Known from the first `open` on."""
+        return self._ready_server.holds_one
 
-    def check_budget(self, teacher: Teacher) -> None:
-        if teacher.bytes > self.budget_bytes:
-            raise TeacherError(
-                f"teacher {teacher.name} has {teacher.bytes / 1e9:.3f} GB of weights ({teacher.bytes} bytes), "
-                f"{self.name} holds {self.budget_bytes / 1e9:.3f} GB ({self.budget_bytes} bytes)",
-                why="a slot holds one whole teacher",
-                fix="raise teacher_manager.slot_gb, or leave it out: it then follows the largest teacher",
-            )
+    def stage(self, name: str) -> Stage:
+        return self._object(name).stage
 
-    async def holds(self, teacher: str, deadline_s: float) -> bool:
-        """Whether this teacher can be scored now. A server that was started again holds nobody."""
-        if self.resident != teacher:
-            return False
-        address = await self._where(deadline_s)
-        if self._address is None or address.incarnation != self._address.incarnation:
-            self.fail()
-        return self.resident == teacher
+    def epoch(self, name: str) -> int:
+        return self._object(name).epoch
 
-    async def activate(self, teacher: Teacher, gate: Gate, deadline_s: float) -> None:
-        """Load the teacher and let the gate check it; READY afterwards, COLD after any error.
-
-        Raises TeacherError when the gate refuses the teacher twice, ServerError when the server fails.
-        """
-        self.check_budget(teacher)
+    async def open(self, sources: Sequence[WeightSource], deadline_s: float) -> list[WeightCosts]:
+        """Reach the server, make all objects known to it, and have it give up whatever it still holds: it is empty
+        afterwards. The costs of the objects, in their order. Raises ServerError when that does not succeed in time, and
+        the first time TeacherError or ConfigError for an object whose files are broken; later such an object is a
+        matter of whoever needs it."""
+        self.fail()
         deadline = time.monotonic() + deadline_s
+        server = await self._connected(deadline)
+        self._sources = {source.name: source for source in sources}
+        self._unknown = set(self._sources)
+        for source in sources:
+            try:
+                await self._register(source.name, deadline)
+            except TeacherError:
+                if source.name not in self._costs:
+                    raise
+        ledger = await self._in_time(server.ledger(), deadline - time.monotonic(), "its ledger")
+        for name in sorted(ledger.residents, key=[source.name for source in sources][::-1].index):  # adapters first
+            await self._in_time(server.release(name), deadline - time.monotonic(), f"{name} to be released")
+        return [self._costs[source.name] for source in sources]
+
+    async def bring(self, teacher: Teacher, gate: Gate, deadline_s: float, *, scores: bool = True) -> Loaded:
+        """Copy the object in and let the gate check it; READY afterwards, COLD after any error. `scores` is False for a
+        base that is nobody's teacher: its weights are checked, and its adapters' canaries stand for the rest.
+
+        Raises TeacherError when the gate refuses it twice, ServerError when the server fails.
+        """
+        deadline = time.monotonic() + deadline_s
+        held = self._object(teacher.name)
+        held.epoch += 1
         try:
-            await self._drain(deadline)
-            for attempt in range(1, _ACTIVATIONS + 1):
+            for attempt in range(1, ACTIVATIONS + 1):
                 try:
-                    await self._load(teacher, gate, deadline)
-                    return
+                    return await self._load(teacher, gate, deadline, scores=scores)
                 except TeacherError:
-                    if attempt == _ACTIVATIONS:
+                    await self._forget(teacher.name, deadline)
+                    self._unknown.add(teacher.name)  # its files may be put back meanwhile
+                    if attempt == ACTIVATIONS:
                         raise
+            raise AssertionError("unreachable")
         finally:
-            if self.state is not State.READY:
-                self.fail()
+            if held.stage is not Stage.READY:
+                held.stage = Stage.COLD
 
-    async def score(
-        self, epoch: int, requests: Sequence[ScoreRequest], spec: SignalSpec, deadline_s: float
+    async def give_up(self, name: str, deadline_s: float) -> None:
+        """Let what was asked be answered, then free the object's bytes. Raises ServerError when the server fails."""
+        deadline = time.monotonic() + deadline_s
+        held = self._object(name)
+        held.stage = Stage.DRAINING
+        await self._in_time(held.idle.wait(), deadline_s, f"the replies of {name}")
+        held.stage = Stage.RELEASING
+        held.epoch += 1
+        await self._in_time(self._ready_server.release(name), deadline - time.monotonic(), f"{name} to be released")
+        ledger = await self._in_time(self._ready_server.ledger(), deadline - time.monotonic(), "its ledger")
+        held.stage = Stage.WARM if ledger.host_budget_bytes else Stage.COLD
+
+    async def score(self, requests: Sequence[ScoreRequest], spec: SignalSpec, deadline_s: float) -> list[TeacherScores]:
+        """Scores of READY objects, each request by the one it names. Raises ServerError when an epoch ended before the
+        reply came."""
+        names = {request.teacher for request in requests}
+        return await self._within_epochs(names, lambda server: server.score(requests, spec), deadline_s)
+
+    async def stream(
+        self, teacher: Teacher, gate: Gate, requests: Sequence[ScoreRequest], spec: SignalSpec, deadline_s: float
     ) -> list[TeacherScores]:
-        """Scores of the teacher of this epoch. Raises ServerError when the epoch ended before the reply came."""
-        teacher = self._require(epoch)
-        ask = self._ready_client.score(requests, spec, teacher.name, teacher.version)
-        return await self._within_epoch(epoch, ask, deadline_s)
+        """Scores of an object that is not resident, layer by layer. Raises TeacherError when the canary that went with
+        the batch does not agree."""
+        await self._make_known(teacher, time.monotonic() + deadline_s)
+        asked = [*requests, gate.canary(teacher, spec)]
+        ask = self._ready_server.score(asked, spec, stream=True)
+        *found, canary = await self._in_time(ask, deadline_s, "a streamed reply")
+        await gate.compare(teacher, self.name, canary.logprobs)
+        return found
 
-    async def generate(self, epoch: int, requests: Sequence[GenerateRequest], deadline_s: float) -> list[Generation]:
-        """What the teacher of this epoch writes. Raises ServerError as `score`, and for tokens of other weights."""
-        teacher = self._require(epoch)
-        written = await self._within_epoch(epoch, self._ready_client.generate(requests), deadline_s)
+    async def generate(
+        self, teacher: Teacher, requests: Sequence[GenerateRequest], deadline_s: float
+    ) -> list[Generation]:
+        """What a READY object writes. Raises ServerError as `score`, and for tokens of other weights."""
+        written = await self._within_epochs(
+            {teacher.name}, lambda server: server.generate(requests, teacher.name), deadline_s
+        )
         for item in written:
             other = set(item.versions) - {teacher.version}
             if other or item.finish_reason == "abort":
@@ -126,71 +178,100 @@ class Slot:
                 raise ServerError(f"{self.name}: {item.id} should be written by {teacher.version}, found {found}")
         return written
 
+    async def ledger(self, deadline_s: float) -> SlotLedger:
+        return await self._in_time(self._ready_server.ledger(), deadline_s, "its ledger")
+
     def fail(self) -> None:
         """What the server holds is unknown from now on."""
-        self.state = State.COLD
-        self.epoch += 1
-        self._teacher = None
+        for held in self._held.values():
+            held.stage = Stage.COLD
+            held.epoch += 1
 
     async def close(self) -> None:
         self.fail()
         await self._disconnect()
 
+    def _object(self, name: str) -> _Held:
+        return self._held.setdefault(name, _Held())
+
     @property
-    def _ready_client(self) -> ModelServer:
-        assert self._client is not None, f"{self.name} is {self.state.value} without a client"
-        return self._client
+    def _ready_server(self) -> TeacherServer:
+        if self._server is None:
+            raise ServerError(f"{self.name} has no server now")
+        return self._server
 
-    def _require(self, epoch: int) -> Teacher:
-        if self.state is not State.READY or epoch != self.epoch or self._teacher is None:
-            raise ServerError(f"{self.name} is {self.state.value} in epoch {self.epoch}; epoch {epoch} is over")
-        return self._teacher
+    async def _load(self, teacher: Teacher, gate: Gate, deadline: float, *, scores: bool) -> Loaded:
+        held, server = self._object(teacher.name), self._ready_server
+        epoch = held.epoch
+        held.stage = Stage.LOADING
+        await self._make_known(teacher, deadline)
+        loading = server.load(teacher.name)
+        loaded = await self._in_time(loading, deadline - time.monotonic(), f"the weights of {teacher.name} to load")
+        held.stage = Stage.VERIFY
+        checking = gate.check(server, teacher, self.name, scores=scores)
+        await self._in_time(checking, deadline - time.monotonic(), f"the check of {teacher.name}")
+        if held.epoch != epoch:
+            raise ServerError(f"{self.name}: {teacher.name} was given up while it was being loaded")
+        held.stage = Stage.READY
+        return loaded
 
-    async def _within_epoch(self, epoch: int, ask: Awaitable[T], deadline_s: float) -> T:
-        self._in_flight += 1
-        self._idle.clear()
+    async def _make_known(self, teacher: Teacher, deadline: float) -> None:
+        """The files are those of the run's start, and the server knows of them. Raises TeacherError."""
+        await asyncio.to_thread(teacher.check_files)
+        if teacher.name in self._unknown:
+            await self._register(teacher.name, deadline)
+
+    async def _register(self, name: str, deadline: float) -> None:
+        registering = self._ready_server.register(self._sources[name])
+        self._costs[name] = await self._in_time(registering, deadline - time.monotonic(), f"{name} to be registered")
+        self._unknown.discard(name)
+
+    async def _forget(self, name: str, deadline: float) -> None:
+        """Free the bytes of an object that the gate refused, if the server took it at all."""
+        self._object(name).epoch += 1
+        ledger = await self._in_time(self._ready_server.ledger(), deadline - time.monotonic(), "its ledger")
+        if name in ledger.residents:
+            releasing = self._ready_server.release(name)
+            await self._in_time(releasing, deadline - time.monotonic(), f"{name} to be released")
+
+    async def _within_epochs(
+        self, names: set[str], ask: Callable[[TeacherServer], Awaitable[T]], deadline_s: float
+    ) -> T:
+        helds = {name: self._object(name) for name in names}
+        epochs = {name: held.epoch for name, held in helds.items()}
+        for name, held in helds.items():
+            if held.stage is not Stage.READY:
+                raise ServerError(f"{self.name}: {name} is {held.stage.value} and cannot be asked")
+        for held in helds.values():
+            held.in_flight += 1
+            held.idle.clear()
         try:
-            reply = await self._in_time(ask, deadline_s, "a reply")
+            reply = await self._in_time(ask(self._ready_server), deadline_s, "a reply")
         finally:
-            self._in_flight -= 1
-            if not self._in_flight:
-                self._idle.set()
-        if epoch != self.epoch:
-            raise ServerError(f"{self.name}: a reply of epoch {epoch} came in epoch {self.epoch} and was dropped")
+            for held in helds.values():
+                held.in_flight -= 1
+                if not held.in_flight:
+                    held.idle.set()
+        over = sorted(name for name, held in helds.items() if held.epoch != epochs[name])
+        if over:
+            raise ServerError(
+                f"{self.name}: a reply of {over[0]} came after its epoch {epochs[over[0]]} and was dropped"
+            )
         return reply
 
-    async def _drain(self, deadline: float) -> None:
-        """Let what was asked be answered: weights must not change under it."""
-        if self.state is State.READY:
-            self.state = State.DRAINING
-        await self._in_time(self._idle.wait(), deadline - time.monotonic(), "the replies of the last teacher")
-
-    async def _load(self, teacher: Teacher, gate: Gate, deadline: float) -> None:
-        self.state = State.LOADING
-        self.epoch += 1
-        self._teacher = None
-        await asyncio.to_thread(teacher.check_files)
-        version = await asyncio.to_thread(lambda: teacher.version)  # the first time, this reads the files
-        client = await self._connected(deadline)
-        loading = client.load_weights(teacher.folder, version, teacher.vocab_size)
-        await self._in_time(loading, deadline - time.monotonic(), f"the weights of {teacher.name} to load")
-        self.state = State.VERIFY
-        checking = gate.check(client, teacher, self.name)
-        await self._in_time(checking, deadline - time.monotonic(), f"the check of {teacher.name}")
-        self._teacher = teacher
-        self.state = State.READY
-
-    async def _connected(self, deadline: float) -> ModelServer:
+    async def _connected(self, deadline: float) -> TeacherServer:
         """A client of the server as it is now. Waits for one that has just died until its host has noticed that."""
         pause = _FIRST_PAUSE_S
         while True:
-            address = await self._where(deadline - time.monotonic())
-            if self._client is None or self._address != address:
+            address = await self._in_time(
+                self._locate(deadline - time.monotonic()), deadline - time.monotonic(), "its server to be up"
+            )
+            if self._server is None or self._address != address:
                 await self._disconnect()
-                self._client, self._address = self._connect(address), address
+                self._server, self._address = self._connect(address), address
             try:
-                await self._in_time(self._client.info(), deadline - time.monotonic(), "a sign of life")
-                return self._client
+                await self._in_time(self._server.info(), deadline - time.monotonic(), "a sign of life")
+                return self._server
             except ServerError:
                 await self._disconnect()
                 if time.monotonic() + pause > deadline:
@@ -198,14 +279,11 @@ class Slot:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    async def _where(self, deadline_s: float) -> ServerAddress:
-        return await self._in_time(self._locate(deadline_s), deadline_s, "its server to be up")
-
     async def _disconnect(self) -> None:
-        client, self._client, self._address = self._client, None, None
-        if client is not None:
+        server, self._server, self._address = self._server, None, None
+        if server is not None:
             with contextlib.suppress(ServerError):  # it may be gone already, that is why we leave
-                await client.close()
+                await server.close()
 
     async def _in_time(self, awaited: Awaitable[T], deadline_s: float, what: str) -> T:
         try:

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import xxhash
+
 from distill.errors import TeacherError
-from distill.teacher_manager.weights import FLOATS, StoredTensor, cast_checksum, stored_tensors, tensor_checksums
 from distill.transfermesh.digest import model_digest, tensor_digest
+from distill.weights.files import FLOATS, StoredTensor, cast_checksum, stored_tensors, tensor_checksums
 
 _SPELLING = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -24,6 +26,8 @@ class Teacher:
     """What servers hold its floats as, in safetensors' spelling; None: as they are stored."""
     vocab_size: int | None = None
     """Its log-probabilities are over ids below it; None: the run's vocabulary."""
+    _written: Mapping[Path, int] = field(default_factory=dict[Path, int])
+    """File -> when it was last written (ns), as `open` found it."""
     _digest: str = ""
     _checksums: dict[str, str] = field(default_factory=dict[str, str])
     _casts: dict[tuple[str, str], str] = field(default_factory=dict[tuple[str, str], str])
@@ -37,7 +41,9 @@ class Teacher:
         `server_dtype` (float32, bfloat16, float16) is what the servers hold: it decides how large the teacher is there.
         """
         held_dtype = None if server_dtype is None else _SPELLING[server_dtype]
-        return cls(name, folder, stored_tensors(folder), held_dtype, vocab_size)
+        tensors = stored_tensors(folder)
+        written = {file: file.stat().st_mtime_ns for file in dict.fromkeys(each.file for each in tensors.values())}
+        return cls(name, folder, tensors, held_dtype, vocab_size, written)
 
     @property
     def bytes(self) -> int:
@@ -63,8 +69,14 @@ class Teacher:
 
     @property
     def version(self) -> str:
-        """The weight version label that a server carries while it holds this teacher."""
-        return f"{self.name}@{self.digest[:8]}"
+        """The label that replies of these weights carry: its name, and 8 hex digits of where each tensor lies in which
+        file and when that was last written. It reads no weights: whether they are right is the gate's matter."""
+        places = xxhash.xxh3_64()
+        for file in dict.fromkeys(tensor.file for tensor in self.tensors.values()):
+            places.update(f"{file.resolve()} {self._written[file]}\n".encode())
+        for tensor in self.tensors.values():
+            places.update(f"{tensor.name} {tensor.dtype} {tensor.begin} {tensor.end}\n".encode())
+        return f"{self.name}@{places.hexdigest()[:8]}"
 
     def check_files(self) -> None:
         """Raises TeacherError when the files are no longer what `open` saw: gone, cut short or of another layout."""

@@ -21,10 +21,11 @@ from transformers import PreTrainedModel
 
 from distill.config.models import LoraConfig, ObjectiveConfig, StudentConfig
 from distill.errors import ConfigError, DistillError, StudentError
+from distill.modeling import packed_attention
 from distill.objectives import kernels
 from distill.protocols import Objective, WeightShard
 from distill.types import Batch, Signal, StepResult
-from students.hf import checkpoint, lora, packed_attention
+from students.hf import checkpoint, lora
 from students.hf.batching import Lesson, MicroBatch, split
 from students.hf.head import HeadInput, ReplacedHead, require_known_logits
 from students.hf.lean_layers import lean

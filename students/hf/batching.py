@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from distill.modeling.packed_attention import Layout
 from distill.objectives.head_loss import TeacherPart
 from distill.objectives.rows import Place, TokenRows
 from distill.types import Sample, ScoredSample, Signal, SignalSpec, TeacherScores
-from students.hf.packed_attention import Layout
 
 
 @dataclass(frozen=True)

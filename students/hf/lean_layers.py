@@ -26,9 +26,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, silu
 from transformers import PreTrainedModel
 
+from distill.modeling.packed_attention import PROBE_RTOL, PROBE_RTOL_LOW
 from distill.objectives.fused import row_blocks
 from distill.objectives.gemm import by_onednn, product
-from students.hf.packed_attention import PROBE_RTOL, PROBE_RTOL_LOW
 
 PROBE_TOKENS = 8
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,9 +19,12 @@ from transformers import LlamaForCausalLM
 
 from distill.config import TeacherManagerConfig
 from distill.errors import TeacherError
-from distill.protocols import ServerAddress
+from distill.protocols import ServerAddress, TeacherServer, WeightCosts, WeightSource
 from distill.serving.client import ServerClient
-from distill.teacher_manager import AnnouncedScheduler, CanaryStore, Slot, Teacher, TeacherManager
+from distill.serving.single import SingleTeacherServer
+from distill.serving.teacher_client import TeacherClient
+from distill.teacher_manager import CanaryStore, Catalogue, Slot, Teacher, TeacherManager
+from distill.teacher_manager.planning.policy import policy_for_runs
 from distill.types import GenerateRequest, Sample, ScoredSample, Signal, SignalSpec
 from tests.builders import sample
 from tests.builders_serving import VOCAB, launcher, reference_greedy, reference_logprobs, save_tiny_llama
@@ -36,6 +39,8 @@ class House:
 
     host: Any
     folders: dict[str, Path]
+    shares: bool = True
+    """The server is a slot; otherwise it holds one model at a time."""
     expected: dict[tuple[str, bytes], np.ndarray] = field(default_factory=dict[tuple[str, bytes], np.ndarray])
 
     def reference(self, teacher: str, item: Sample) -> np.ndarray:
@@ -57,6 +62,11 @@ class House:
             named = np.take_along_axis(rows_RV, scores.topk_ids.astype(np.intp), axis=1)
             np.testing.assert_allclose(scores.topk_logprobs, named, atol=ATOL)
 
+    def connect(self, address: ServerAddress) -> TeacherServer:
+        if self.shares:
+            return TeacherClient(address.url, name=address.name, timeout_s=60)
+        return SingleTeacherServer(ServerClient(address.url, name=address.name, timeout_s=60))
+
     def kill(self) -> None:
         """SIGKILL to the server's process, found among our own children."""
         for child in psutil.Process().children(recursive=True):
@@ -64,14 +74,17 @@ class House:
                 os.kill(child.pid, signal.SIGKILL)
 
 
-@pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+@pytest.fixture(scope="module", params=["slot", "single"])
+def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    """A slot that has room for one teacher, or a server of one model at a time."""
     root = tmp_path_factory.mktemp("teachers")
     folders = {name: save_tiny_llama(root / name, seed) for seed, name in enumerate(NAMES, start=11)}
-    host = launcher("embedded", folders["a"], root / "logs")
+    budget = Teacher.open("a", folders["a"]).bytes
+    slot = {"slot_gb": budget / 1e9} if request.param == "slot" else None
+    host = launcher("embedded", folders["a"], root / "logs", slot=slot)
     try:
         host.start()
-        yield House(host, folders)
+        yield House(host, folders, shares=slot is not None)
     finally:
         host.stop()
 
@@ -81,18 +94,17 @@ class Backend:
 
     def __init__(self, house: House, tmp_path: Path, *, budget: int | None = None, **config: Any) -> None:
         self.house = house
-        self.client = ServerClient
+        self.loads: dict[str, Path] = {}
+        """Teacher -> the folder that its server is told to load in its place."""
         self.messages: list[str] = []
         self.spans: list[str] = []
         self.scored = asyncio.Event()
         teachers = [Teacher.open(name, folder) for name, folder in house.folders.items()]
-        settings = TeacherManagerConfig(hold_s=0.0, timeout_s=120, **config)
-        slot = Slot("slot-0", self.locate, self.connect, budget or max(teacher.bytes for teacher in teachers))
-        scheduler = AnnouncedScheduler(NAMES, ["slot-0"], hold_s=0.0, max_visit_tokens=settings.max_visit_tokens)
+        settings = TeacherManagerConfig(timeout_s=120, **config)
         self.manager = TeacherManager(
-            teachers,
-            [slot],
-            scheduler,
+            Catalogue(teachers),
+            [Slot("slot-0", self.locate, self.connect, budget or max(teacher.bytes for teacher in teachers))],
+            lambda system: policy_for_runs(system, visit_tokens=settings.call_tokens),
             SignalSpec(Signal.TOPK, 4),
             settings,
             vocab_size=VOCAB,
@@ -102,6 +114,7 @@ class Backend:
         )
 
     async def __aenter__(self) -> Self:
+        await self.manager.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -115,8 +128,15 @@ class Backend:
     async def locate(self, deadline_s: float) -> ServerAddress:
         return await asyncio.to_thread(self.house.host.address, deadline_s)
 
-    def connect(self, address: ServerAddress) -> ServerClient:
-        return self.client(address.url, name=address.name, timeout_s=60)
+    def connect(self, address: ServerAddress) -> TeacherServer:
+        server = self.house.connect(address)
+        register = server.register
+
+        async def told(source: WeightSource) -> WeightCosts:
+            return await register(replace(source, folder=self.loads.get(source.name, source.folder)))
+
+        server.register = told  # pyright: ignore[reportAttributeAccessIssue]
+        return server
 
 
 @pytest.fixture
@@ -173,33 +193,32 @@ async def test_a_server_killed_in_the_middle_loses_no_sample_and_gives_no_wrong_
     assert [result.sample.id for result in scored] == [item.id for item in samples]
     for result in scored:
         backend.house.check(result)
-    assert any(message.startswith("slot-0: ") and "failed" in message for message in backend.messages)
+    assert any(message.startswith("slot-0: ") and "verified anew" in message for message in backend.messages)
     assert sum(backend.manager.swap_counts().values()) >= 4, "what was resident had to be loaded again"
 
 
 @pytest.mark.faults
 async def test_weights_that_change_on_disk_are_caught_before_they_score_anything(house: House, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(house.folders["a"], tmp_path / "a"))
-    async with Backend(House(house.host, house.folders | {"a": folder}), tmp_path) as backend:
+    async with Backend(replace(house, folders=house.folders | {"a": folder}, expected={}), tmp_path) as backend:
         backend.house.check(await backend.manager.score(sample(0, teachers=("a",))))
         backend.house.check(await backend.manager.score(sample(1, teachers=("b",))))
         model = LlamaForCausalLM.from_pretrained(folder)
         with torch.no_grad():
             model.model.norm.weight[3] += 1e-3
         model.save_pretrained(folder)
-        with pytest.raises(TeacherError, match=r"a: slot-0 holds 1 of \d+ tensors with other bytes.*norm\.weight"):
+        with pytest.raises(
+            TeacherError, match=r"teacher a: .*(other bytes.*norm\.weight|norm\.weight.* had \w{16} before)"
+        ):
             await backend.manager.score(sample(2, teachers=("a",)))
         backend.house.check(await backend.manager.score(sample(3, teachers=("c",))))
 
 
 @pytest.mark.faults
 async def test_a_load_of_other_weights_under_the_right_label_is_caught(house: House, tmp_path: Path) -> None:
-    class WrongLoads(ServerClient):
-        async def load_weights(self, path: Path, version: str, vocab_size: int | None = None) -> None:
-            await super().load_weights(house.folders["c"], version)
-
-    async with Backend(house, tmp_path) as backend:
-        backend.client = WrongLoads
+    backend = Backend(house, tmp_path)
+    backend.loads["a"] = house.folders["c"]
+    async with backend:
         with pytest.raises(TeacherError, match=r"teacher a: .* tensors with other bytes"):
             await backend.manager.score(sample(1, teachers=("a",)))
 
@@ -207,7 +226,7 @@ async def test_a_load_of_other_weights_under_the_right_label_is_caught(house: Ho
 @pytest.mark.faults
 async def test_a_checkpoint_cut_short_during_the_run_is_named_with_its_bytes(house: House, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(house.folders["a"], tmp_path / "a"))
-    async with Backend(House(house.host, house.folders | {"a": folder}), tmp_path) as backend:
+    async with Backend(replace(house, folders=house.folders | {"a": folder}, expected={}), tmp_path) as backend:
         file = folder / "model.safetensors"
         size = file.stat().st_size
         with file.open("r+b") as stream:
@@ -216,6 +235,8 @@ async def test_a_checkpoint_cut_short_during_the_run_is_named_with_its_bytes(hou
             await backend.manager.score(sample(2, teachers=("a",)))
 
 
-def test_a_budget_that_is_too_small_is_refused_before_anything_is_loaded(house: House, tmp_path: Path) -> None:
+async def test_a_budget_that_is_too_small_is_refused_before_anything_is_loaded(house: House, tmp_path: Path) -> None:
+    backend = Backend(house, tmp_path, budget=1000)
     with pytest.raises(TeacherError, match=r"slot-0 holds 0\.000 GB \(1000 bytes\)"):
-        Backend(house, tmp_path, budget=1000)
+        await backend.manager.start()
+    await backend.manager.close()

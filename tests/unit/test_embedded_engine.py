@@ -17,6 +17,8 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from distill.errors import ConfigError, EnvironmentFault, ServerError
+from distill.modeling.forward import hidden
+from distill.modeling.packed import PackedBatch
 from distill.serving.embedded.engine import Engine
 from distill.serving.embedded.jobs import Job, Refusal, Result
 from distill.serving.embedded.rows import Rows
@@ -411,22 +413,21 @@ def test_stopping_the_engine_aborts_what_is_left(folder: Path) -> None:
 
 def poison(engine: Engine, token: int, monkeypatch: pytest.MonkeyPatch, *, steps: str) -> None:
     """The model raises whenever it reads `token`: at prefill, at decode steps, or when scoring."""
-    served = engine.require_model()
+    genuine = ServedModel.hidden_after
+    assert engine.require_model() is not None
 
-    def wrap(name: str) -> None:
-        genuine = getattr(ServedModel, name)
+    def after(self: ServedModel, cache: Any, ids: torch.Tensor, *args: Any) -> Any:
+        if (ids == token).any() and (ids.shape[1] > 1 or steps == "all"):
+            raise RuntimeError("poisoned")
+        return genuine(self, cache, ids, *args)
 
-        def broken(self: ServedModel, *args: Any) -> Any:
-            ids = args[0] if name == "hidden" else args[1]
-            if (ids == token).any() and (ids.shape[1] > 1 or steps == "all"):
-                raise RuntimeError("poisoned")
-            return genuine(self, *args)
+    def packed(model: Any, batch: PackedBatch, *adapters: Any) -> Any:
+        if (batch.ids_T == token).any():
+            raise RuntimeError("poisoned")
+        return hidden(model, batch, *adapters)
 
-        monkeypatch.setattr(ServedModel, name, broken)
-
-    assert served is not None
-    wrap("hidden")
-    wrap("hidden_after")
+    monkeypatch.setattr(ServedModel, "hidden_after", after)
+    monkeypatch.setattr("distill.serving.embedded.scoring.hidden", packed)
 
 
 @pytest.mark.parametrize("new", [0, 12])

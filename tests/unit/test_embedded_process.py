@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from distill.serving.embedded import __main__ as embedded_main
+from distill.serving.embedded.__main__ import parse_arguments
+from distill.serving.embedded.lifetime import bind
 from distill.transfermesh import Endpoint, Publisher, model_digest, tensor_digest
 from tests.builders_embedded import prompt, save_model
 
@@ -179,8 +180,52 @@ async def test_replies_are_sent_at_once_and_do_not_wait_for_acknowledgements() -
         told.set_result(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
         writer.close()
 
-    listener = embedded_main._bind("127.0.0.1", 0)
+    listener = bind("127.0.0.1", 0)
     async with await asyncio.start_server(accept, sock=listener):
         _, writer = await asyncio.open_connection(*listener.getsockname())
         assert await asyncio.wait_for(told, 30) != 0
         writer.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "--model-path for one model, or --teachers"),
+        (["--model-path", "m", "--teachers", "--slot-gb", "1"], "--model-path for one model, or --teachers"),
+        (["--teachers"], "--teachers needs --slot-gb"),
+    ],
+)
+def test_a_server_is_of_one_model_or_a_slot(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments(arguments)
+    assert caught.value.code == 2 and complaint in capsys.readouterr().err
+
+
+def test_a_slot_that_is_told_to_stop_frees_the_host_memory(tmp_path: Path) -> None:
+    model, file, host = save_model(tmp_path / "m", seed=1), tmp_path / "address.json", tmp_path / "host"
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "distill.serving.embedded", "--teachers", "--slot-gb", "0.01"),
+            *("--host-gb", "0.01", "--host-folder", str(host), "--address-file", str(file)),
+        ],
+        env=environment(), stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        until(lambda: file.exists() or process.poll() is not None, "the address file")
+        url = json.loads(file.read_text())["url"]
+        for path, body in (
+            ("register", {"name": "a", "folder": str(model), "version": "a@1"}),
+            ("load", {"name": "a"}),
+        ):
+            request = urllib.request.Request(f"{url}/teachers/{path}", json.dumps(body).encode(), method="POST")
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                assert reply.status == 200
+        assert any(each.suffix == ".bin" for each in host.iterdir())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert {each.name for each in host.iterdir()} == {"lock", "users"}
+    finally:
+        process.kill()
+        process.wait()

@@ -21,7 +21,7 @@ import pytest
 from distill.config.models import ServerConfig
 from distill.errors import ConfigError, DistillError, EnvironmentFault, MissingDependency, ServerError
 from distill.serving import process
-from distill.serving.launch import KEY_VARIABLE, AttachLauncher, EmbeddedLauncher, SGLangLauncher
+from distill.serving.launch import KEY_VARIABLE, AttachLauncher, EmbeddedLauncher, SGLangLauncher, SlotSettings
 from distill.serving.process import Published, ServerProcess
 
 LISTEN = """
@@ -245,6 +245,17 @@ def test_the_configuration_reaches_the_embedded_servers_command(tmp_path: Path) 
     assert pairs["--weight-version"] == "v3"
     assert pairs["--memory-limit-gb"] == "1.5"
     assert command[-1] == "--extra"
+
+
+def test_a_slot_is_started_without_a_model_and_with_its_memory(tmp_path: Path) -> None:
+    slot: SlotSettings = {"slot_gb": 1.5, "host_gb": 8.0, "host_folder": tmp_path / "host", "host_differences": True}
+    command = EmbeddedLauncher(ServerConfig(), **settings(tmp_path, slot=slot)).program.command(0)
+    pairs = dict(itertools.pairwise(command))
+    assert (pairs["--slot-gb"], pairs["--host-gb"], pairs["--host-folder"]) == ("1.5", "8.0", str(tmp_path / "host"))
+    assert {"--teachers", "--host-differences"} <= set(command)
+    assert not {"--model-path", "--vocab-size", "--weight-version", "--mesh-host"} & set(command)
+    bare = EmbeddedLauncher(ServerConfig(), **settings(tmp_path, slot={"slot_gb": 2.0})).program.command(0)
+    assert not {"--host-gb", "--host-folder", "--host-differences"} & set(bare)
 
 
 def test_sglang_on_a_cpu_starts_through_our_launcher_with_the_users_arguments_last(tmp_path: Path) -> None:

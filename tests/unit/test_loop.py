@@ -10,6 +10,7 @@ import pytest
 
 from distill.checkpoint import Checkpoints
 from distill.errors import RunStopped, ServerError, TeacherError
+from distill.types import sample_id
 from tests.builders_loop import House, go_on
 
 
@@ -62,6 +63,17 @@ async def test_a_teacher_that_cannot_be_trusted_ends_the_run(tmp_path: Path) -> 
     assert house.student.trained == []
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["steps"], result["swaps"], result["teacher_swaps"]) == (0, {"t": 1}, 1), "it was loaded all the same"
+
+
+async def test_samples_of_a_dropped_teacher_are_left_out_and_the_run_goes_on(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    house.teachers.dropped = {sample_id(ordinal) for ordinal in (1, 2, 9)}
+    result = await house.run()
+    trained = [ordinal for batch in house.student.trained for ordinal in batch]
+    assert trained == [ordinal for ordinal in range(24) if ordinal not in (1, 2, 9)]
+    assert (result["samples"], result["quarantined"]["samples"]) == (21, 0)
+    assert house.teachers.versions == list(range(7)), "it is told how far the student is"
+    assert result["slots"]["stall_share"] == 0.25
 
 
 async def test_a_batch_that_never_comes_is_named_after_its_deadline(tmp_path: Path) -> None:

@@ -32,10 +32,10 @@ from transformers import (
 )
 
 from distill.errors import ConfigError
+from distill.modeling.packed_attention import Layout, pack
 from distill.objectives.divergence import ReverseKL
 from students.hf.backend import HFStudent
 from students.hf.head import ReplacedHead, require_known_logits
-from students.hf.packed_attention import Layout, pack
 from tests.builders_student import HEAD_ROWS, VOCAB, make_batch, student_config, write_student
 
 FULL = ReverseKL().spec

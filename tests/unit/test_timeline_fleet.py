@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import msgspec
 import pytest
 
 from distill.teacher_manager.timeline.case import HostTier, Kind
@@ -50,6 +52,28 @@ def streaming(device_links: tuple[int, ...] = (0, 0), host: HostTier | None = No
     return made
 
 
+def one_object(budget: int = 100) -> Fleet:
+    """Its device holds teacher 0, and would have room for more."""
+    of = system(budget=budget)
+    made = Fleet(replace(of, devices=(msgspec.structs.replace(of.devices[0], holds_one=True),)))
+    for each in (job(0, 0), job(1, 0), job(2, 1)):
+        made.arrive(each)
+    load(made, 0)
+    return made
+
+
+def one_object_visiting() -> Fleet:
+    made = one_object()
+    made.start_visit(0, 0, (0,), 2 * S)
+    return made
+
+
+def lost() -> Fleet:
+    made = loaded()
+    made.lose(0, 2 * S)
+    return made
+
+
 def reading() -> Fleet:
     made = fleet(device_links=(0, 1), host=HostTier(8, 1))
     made.start_copy(0, 0, 0)
@@ -87,6 +111,23 @@ def reading() -> Fleet:
         (loaded, lambda it: it.start_visit(0, 0, (), 2 * S), "it has no jobs"),
         (lambda: fleet(budget=1), lambda it: it.start_stream(0, 0, (0,), 0), "its buffers take 2 bytes, 1 are free"),
         (lambda: fleet(teachers=LORA), lambda it: it.start_stream(0, 1, (2,), 0), "only dense and moe"),
+        (one_object, lambda it: it.start_copy(0, 1, 2 * S), "must be empty and idle; it holds [0]"),
+        (one_object_visiting, lambda it: it.start_copy(0, 1, 2 * S), "must be empty and idle; it is on a visit"),
+        (one_object, lambda it: it.start_stream(0, 1, (2,), 2 * S), "the device, or the teacher, cannot be streamed"),
+        (
+            lambda: fleet(teachers=[teacher(0), msgspec.structs.replace(teacher(1), can_stream=False)]),
+            lambda it: it.start_stream(0, 1, (2,), 0),
+            "the device, or the teacher, cannot be streamed",
+        ),
+        (
+            lambda: fleet(teachers=[teacher(0), msgspec.structs.replace(teacher(1), stream_bytes=9)]),
+            lambda it: it.start_stream(0, 1, (2,), 0),
+            "its buffers take 9 bytes, 8 are free",
+        ),
+        (lost, lambda it: it.start_copy(0, 0, 2 * S), "device 0 is lost"),
+        (lost, lambda it: it.start_visit(0, 0, (0,), 2 * S), "device 0 is lost"),
+        (lost, lambda it: it.start_stream(0, 0, (0,), 2 * S), "device 0 is lost"),
+        (lost, lambda it: it.evict(0, 0, 2 * S), "device 0 is lost"),
     ],
 )
 def test_a_decision_that_breaks_a_rule_raises_and_changes_nothing(
@@ -159,3 +200,95 @@ def test_an_object_larger_than_host_memory_drops_nothing() -> None:
     made = fleet(teachers=[teacher(0, 2), teacher(1, 6)], host=HostTier(4, 1, initial=(0,)))
     load(made, 1)
     assert not made.reads_disk(0) and made.reads_disk(1)
+
+
+def test_a_copy_that_failed_leaves_the_room_and_the_link_as_they_were() -> None:
+    made = fleet()
+    made.fail_copy(made.start_copy(0, 0, 0), S)
+    state = made.devices[0]
+    assert (state.free_bytes, state.coming, state.resident, made.transfers, made.holders[0]) == (
+        8,
+        None,
+        {},
+        [None],
+        set(),
+    )
+    load(made, 0, now_ns=S)
+    assert made.devices[0].resident == {0: 3 * S}
+
+
+def test_what_was_not_read_to_the_end_is_not_in_host_memory_and_leaves_its_room() -> None:
+    made = fleet(teachers=[teacher(0), teacher(1)], host=HostTier(4, 1))
+    made.fail_copy(made.start_copy(0, 0, 0), S)
+    assert made.reads_disk(0) and made.can_transfer(0, 1)
+    load(made, 1, now_ns=S)  # it would not fit beside room that is still reserved for 0
+    assert not made.reads_disk(1)
+
+
+def test_of_a_visit_that_failed_the_given_jobs_wait_again_and_the_teacher_stays() -> None:
+    made = loaded()
+    made.start_visit(0, 0, (0, 1), 2 * S)
+    made.fail_visit(0, (1,), 3 * S)
+    assert sorted(made.waiting) == [1, 2] and made.devices[0].visit is None and made.devices[0].resident == {0: 3 * S}
+    assert made.start_visit(0, 0, (1,), 3 * S).jobs == (1,)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("read", [False, True])
+def test_a_stream_gives_up_room_and_link_whether_or_not_it_read_to_the_end(fails: bool, read: bool) -> None:
+    made = streaming(host=HostTier(8, 1))
+    if read:
+        made.end_transfer(0, S)
+    if fails:
+        made.fail_visit(0, (0,), 2 * S)
+    else:
+        made.end_visit(0, 2 * S)
+    assert made.transfers == [None] and made.devices[0].free_bytes == 5 and (0 in made.waiting) == fails
+    assert made.reads_disk(0) == (fails and not read)
+    made.start_copy(0, 1, 3 * S)
+
+
+def test_the_end_of_a_visit_leaves_the_link_to_the_copy_that_followed_its_stream() -> None:
+    made = Fleet(system([teacher(0), teacher(1)], budget=10))
+    made.arrive(job(0, 0, tokens=6))
+    made.start_stream(0, 0, (0,), 0)
+    made.end_transfer(0, 2 * S)
+    made.start_copy(0, 0, 2 * S)
+    made.end_visit(0, 3 * S)
+    transfer = made.transfers[0]
+    assert transfer is not None and made.devices[0].coming == transfer.item == 0
+
+
+def test_a_lost_device_is_empty_and_its_jobs_wait_again_while_another_keeps_the_link() -> None:
+    made = fleet(device_links=(0, 0))
+    load(made, 0)
+    made.start_visit(0, 0, (1, 0), 2 * S)
+    made.start_copy(1, 1, 2 * S)
+    assert made.lose(0, 3 * S) == (1, 0)
+    state = made.devices[0]
+    assert (state.lost, state.free_bytes, state.resident, state.visit, made.holders[0]) == (True, 8, {}, None, set())
+    assert sorted(made.waiting) == [0, 1, 2] and made.transfers[0] is not None
+    assert made.lose(1, 3 * S) == ()
+    assert made.transfers == [None] and made.devices[1].coming is None
+    made.restore(0)
+    load(made, 0, now_ns=4 * S)
+    assert made.start_visit(0, 0, (0,), 6 * S).jobs == (0,)
+
+
+def test_a_dropped_job_is_not_given_out_any_more() -> None:
+    made = loaded()
+    made.drop(0)
+    with pytest.raises(IllegalDecision, match="job 0 has not arrived"):
+        made.start_visit(0, 0, (0,), 2 * S)
+
+
+def test_the_constant_of_a_device_is_part_of_each_of_its_visits() -> None:
+    of = system(budget=10)
+    made = Fleet(replace(of, devices=(msgspec.structs.replace(of.devices[0], call_ns=5),)))
+    for id in range(2):
+        made.arrive(job(id, 0))
+    stream = made.start_stream(0, 0, (1,), 0)
+    assert stream.end_ns == int(2.25 * S) + 5
+    made.end_visit(0, stream.end_ns)
+    load(made, 0, now_ns=3 * S)
+    assert made.start_visit(0, 0, (0,), 5 * S).end_ns == 6 * S + 5

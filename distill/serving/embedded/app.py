@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
-from distill import __version__, packing
+from distill import __version__
 from distill.errors import DistillError
 from distill.serving.describe import EMBEDDED
-from distill.serving.embedded import control, replies
-from distill.serving.embedded.http import Handler, State, error_fields, error_reply, json_reply, read_body_and_arrays
-from distill.serving.embedded.jobs import Refusal, Result
-from distill.serving.embedded.requests import Bounds, GenerateCall, parse_generate
+from distill.serving.embedded import control
+from distill.serving.embedded.generate import answer
+from distill.serving.embedded.http import Handler, State, error_reply, json_reply, read_body_and_arrays
+from distill.serving.embedded.jobs import Refusal
+from distill.serving.embedded.requests import Bounds, parse_generate
+
+S = TypeVar("S")
 
 
 def build_app(state: State) -> Starlette:
     """The application. The engine must have been started."""
-    routes: list[Route] = []
-    for path, methods, handler in (*_READ_ROUTES, ("/generate", ["POST"], _generate), *control.ROUTES):
-        routes.append(Route(path, _guarded(state, handler), methods=methods))
+    return application(state, (*_READ_ROUTES, ("/generate", ["POST"], _generate), *control.ROUTES))
+
+
+def application(
+    state: S, table: Sequence[tuple[str, list[str], Callable[[S, Request], Awaitable[Response]]]]
+) -> Starlette:
+    """Routes (path, methods, handler) over a state. What a handler refuses or fails with becomes a reply."""
+    routes = [Route(path, _guarded(state, handler), methods=methods) for path, methods, handler in table]
     return Starlette(routes=routes, exception_handlers={404: _not_found, 405: _not_found})
 
 
-def _guarded(state: State, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+def _guarded(
+    state: S, handler: Callable[[S, Request], Awaitable[Response]]
+) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
             return await handler(state, request)
@@ -49,100 +57,12 @@ async def _not_found(request: Request, error: Exception) -> Response:
     return error_reply(status, f"{request.method} {request.url.path}: there is no such route")
 
 
-# --- generate ------------------------------------------------------------------------------------------------------
-
-
 async def _generate(state: State, request: Request) -> Response:
     began = time.monotonic()
     served = state.engine.require_model()
-    bounds = Bounds(served.vocab_size, served.context_length, served.stop_ids)
     body, arrays = await read_body_and_arrays(request)
-    call = parse_generate(body, bounds, arrays)
-    taken = state.in_flight.intersection(job.rid for job in call.jobs)
-    if taken:
-        raise Refusal(400, f"rid {min(taken)!r} is being served already")
-    if call.stream:
-        return StreamingResponse(_stream(state, call, began), media_type="text/event-stream")
-    results = await _finish_all(state, call, request)
-    if call.packed:
-        return Response(await asyncio.to_thread(replies.packed, call.jobs, results), media_type=packing.CONTENT_TYPE)
-    seconds = time.monotonic() - began
-    items = [
-        replies.generation(job, result, seconds, call.flat) for job, result in zip(call.jobs, results, strict=True)
-    ]
-    return json_reply(items if call.batched else items[0])
-
-
-async def _finish_all(state: State, call: GenerateCall, request: Request) -> list[Result]:
-    """Run the jobs of a call to their end. A client that goes away takes its jobs with it."""
-    rids = {job.rid for job in call.jobs}
-    state.in_flight |= rids
-    gone = asyncio.ensure_future(_disconnected(request))
-    try:
-        state.engine.submit(call.jobs)
-        work = asyncio.gather(*(asyncio.wrap_future(job.done) for job in call.jobs), return_exceptions=True)
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            _abort(state, rids)
-        results = await work
-    finally:
-        gone.cancel()
-        state.in_flight -= rids
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return [result for result in results if isinstance(result, Result)]
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _abort(state: State, rids: set[str]) -> None:
-    state.engine.run_between_steps(lambda: state.engine.abort(lambda job: job.rid in rids))
-
-
-async def _stream(state: State, call: GenerateCall, began: float) -> AsyncIterator[bytes]:
-    """Server-sent events: each holds everything written so far by one job, the last of a job its finish reason."""
-    loop = asyncio.get_running_loop()
-    events: asyncio.Queue[tuple[int, Result | BaseException]] = asyncio.Queue()
-    rids = {job.rid for job in call.jobs}
-    for index, job in enumerate(call.jobs):
-        tell = functools.partial(_tell, loop, events, index)
-        job.on_progress = tell
-        job.done.add_done_callback(lambda future, tell=tell: tell(future.exception() or future.result()))
-    state.in_flight |= rids
-    left = len(call.jobs)
-    try:
-        state.engine.submit(call.jobs)
-        while left:
-            index, result = await events.get()
-            if isinstance(result, BaseException):
-                left -= 1
-                chunk: dict[str, Any] = {"error": error_fields(result)}
-            else:
-                left -= result.finish is not None
-                chunk = replies.generation(call.jobs[index], result, time.monotonic() - began, call.flat)
-            if call.batched:
-                chunk["index"] = index
-            yield b"data: " + replies.to_json(chunk) + b"\n\n"
-        yield b"data: [DONE]\n\n"
-    finally:
-        state.in_flight -= rids
-        if left:
-            _abort(state, rids)
-
-
-def _tell(
-    loop: asyncio.AbstractEventLoop,
-    events: asyncio.Queue[tuple[int, Result | BaseException]],
-    index: int,
-    result: Result | BaseException,
-) -> None:
-    """From the engine thread to the loop. At the end of the server the loop may be gone; then nobody listens."""
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(events.put_nowait, (index, result))
+    call = parse_generate(body, Bounds(served.vocab_size, served.context_length, served.stop_ids), arrays)
+    return await answer(state, call, began, request)
 
 
 # --- reading -------------------------------------------------------------------------------------------------------

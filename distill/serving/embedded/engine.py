@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from distill.errors import ServerError
+from distill.modeling.adapters import LoraAdapter, applied
 from distill.serving.embedded.jobs import Finish, Job, Refusal
 from distill.serving.embedded.rows import Rows
 from distill.serving.embedded.scoring import next_group, score
@@ -221,7 +222,7 @@ class Engine:
 
     def _score(self, served: ServedModel, jobs: Sequence[Job]) -> None:
         """Scores that are no numbers go out as they are, as from SGLang: the client refuses them, and knows whose."""
-        for job, scores in zip(jobs, score(served, jobs), strict=True):
+        for job, scores in zip(jobs, score(served, jobs, [job.adapter for job in jobs]), strict=True):
             job.scores = scores
             self.tokens_scored += len(scores.logprobs)
             self._hand_on(job)
@@ -253,10 +254,12 @@ class Engine:
         return self._held_back % _HOLD_BACK_STEPS == 0
 
     def _next_may_join(self, group: Sequence[Job]) -> bool:
-        """There is a waiting job, and a row for it beside those that run and those of `group`."""
+        """There is a waiting job, and a row for it beside those that run and those of `group`, whose adapter it has."""
         if not self._waiting or len(self._rows) + len(group) >= self._room:
             return False
         beside = [*self._rows.jobs[:1], *group[:1]]
+        if any(job.adapter is not self._waiting[0].adapter for job in beside):
+            return False
         if self._reproducible and not beside:
             self._rows.kv.clear()  # where its tensors lie in memory must not depend on earlier requests either
         return not self._reproducible or all(job.call == self._waiting[0].call for job in beside)
@@ -265,7 +268,8 @@ class Engine:
         for job in jobs:
             job.mark(self.version, len(job.output_ids))
         first = len(self._rows)
-        self._rows.prefill(served, jobs)
+        with applied(served.model, _beside(jobs[0])):
+            self._rows.prefill(served, jobs)
         self.tokens_written += len(jobs)
         self._rows.collect(self.version, first)
 
@@ -290,7 +294,8 @@ class Engine:
             return
         rows = len(self._rows)
         try:
-            self._rows.step(served)
+            with applied(served.model, _beside(self._rows.jobs[0])):
+                self._rows.step(served)
         except Exception as error:  # noqa: BLE001 - as above
             log.warning("a decode step over %d requests failed: %s", rows, error)
             if rows == 1:
@@ -320,6 +325,11 @@ class Engine:
         self.abort(lambda job: True)
         for _, future in operations:
             future.set_exception(Refusal(503, "the server is going down"))
+
+
+def _beside(job: Job) -> list[tuple[LoraAdapter, slice | None]]:
+    """What its rows, and all that run with it, are computed with beside the model."""
+    return [] if job.adapter is None else [(job.adapter, None)]
 
 
 def _settle(operation: Callable[[], Any], future: Future[Any]) -> None:

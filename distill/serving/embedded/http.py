@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from distill import packing
 from distill.errors import DistillError
 from distill.serving.embedded import replies
 from distill.serving.embedded.engine import Engine
-from distill.serving.embedded.jobs import Refusal
+from distill.serving.embedded.jobs import Job, Refusal
 from distill.serving.embedded.served import Limits
 
 
@@ -47,6 +47,12 @@ class State:
     released: set[str] = field(default_factory=set[str])
     in_flight: set[str] = field(default_factory=set[str])
     """rids that are being served."""
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        self.engine.submit(jobs)
+
+    def abort(self, rids: set[str]) -> None:
+        self.engine.run_between_steps(lambda: self.engine.abort(lambda job: job.rid in rids))
 
 
 Handler = Callable[[State, Request], Awaitable[Response]]

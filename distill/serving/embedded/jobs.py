@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,6 +122,12 @@ class Job:
     """Number of the HTTP request that brought it."""
     batch_rid: str = ""
     """The one name that was given to a whole batch."""
+    teacher: str = ""
+    """The weight object that it names, where a server holds several."""
+    adapter: Any = None
+    """A LoRA adapter (`distill.modeling.adapters`) to compute it with, over the engine's model."""
+    label: str = ""
+    """Version of the adapter: what replies name instead of the engine's version."""
     on_progress: Callable[[Result], None] | None = None
     """Called on the engine thread after every token of a streamed job."""
     done: Future[Result] = field(default_factory=Future[Result])
@@ -144,6 +151,7 @@ class Job:
 
     def mark(self, version: str, at: int) -> None:
         """From output token `at` on, `version` writes."""
+        version = self.label or version
         if self.marks and self.marks[-1][1] == at:
             self.marks.pop()
         if not self.marks or self.marks[-1][0] != version:
@@ -164,7 +172,7 @@ class Job:
             output_tops=list(self.output_tops),
             output_picked=list(self.output_picked),
             spans=spans,
-            weight_version=version,
+            weight_version=self.label or version,
             retractions=self.retractions,
             scores=self.scores,
             finish=finish,

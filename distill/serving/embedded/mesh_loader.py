@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distill.errors import MeshError
+from distill.modeling.naming import live_tensors
 from distill.serving.embedded.engine import Engine
 from distill.serving.embedded.jobs import Refusal
 from distill.serving.embedded.served import some
-from distill.serving.embedded.weights import live_tensors, octets
+from distill.serving.embedded.weights import octets
 from distill.transfermesh.digest import model_digest, tensor_digest
 from distill.transfermesh.manifest import Manifest
 

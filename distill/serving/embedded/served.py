@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import transformers
@@ -19,8 +20,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from distill.errors import ConfigError, EnvironmentFault, ServerError
+from distill.modeling.head import logits
+from distill.modeling.skeleton import Skeleton
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_checked: WeakSet[Any] = WeakSet()
+"""Modules whose head is known to be run as they run it, whatever their weights are at the moment."""
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -39,8 +44,10 @@ class Limits:
 class ServedModel:
     """The model of one folder, on its device, ready to run. `load` builds it."""
 
-    def __init__(self, model: Any, folder: Path, limits: Limits) -> None:
+    def __init__(self, model: Any, folder: Path, limits: Limits, skeleton: Skeleton | None = None) -> None:
+        """`skeleton`: what `model` belongs to, if its weights lie in buffers from outside; they are all attached."""
         self.model = model
+        self.skeleton = skeleton
         self.folder = folder
         self.limits = limits
         self.config: Any = model.config
@@ -49,9 +56,11 @@ class ServedModel:
         parameters = inspect.signature(self._base.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self.vocab_size = self.counted_rows(folder, limits)
-        self.context_length = _context_length(self.config, folder, limits)
+        self.context_length = context_length(self.config, folder, limits)
         self.stop_ids = stop_ids(folder)
-        self._check_head()
+        if model not in _checked:
+            self._check_head()
+            _checked.add(model)
 
     @classmethod
     def load(cls, folder: Path, limits: Limits) -> ServedModel:
@@ -87,14 +96,7 @@ class ServedModel:
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """float32 logits (N, V): padding rows of the head are cut before anything is normalised."""
-        logits_NV = self._head(hidden_ND)[:, : self.vocab_size].float()
-        if scale := getattr(self.config, "logits_scaling", None):
-            logits_NV = logits_NV / scale
-        if scale := getattr(self.config, "logit_scale", None):
-            logits_NV = logits_NV * scale
-        if cap := getattr(self.config, "final_logit_softcapping", None):
-            logits_NV = torch.tanh(logits_NV / cap) * cap
-        return logits_NV
+        return logits(self.model, hidden_ND, self.vocab_size)
 
     def _check_head(self) -> None:
         """The head is run apart from the model, to pick rows: make sure that this gives what the model gives."""
@@ -109,7 +111,8 @@ class ServedModel:
             )
 
 
-def _context_length(config: Any, folder: Path, limits: Limits) -> int:
+def context_length(config: Any, folder: Path, limits: Limits) -> int:
+    """Tokens that a text may have. Raises ConfigError where nobody says."""
     known = [n for n in (getattr(config, "max_position_embeddings", None), limits.context_length) if n]
     if not known:
         raise ConfigError(f"{folder}: config.json does not say how long a text may be", fix="give --context-length")

@@ -17,50 +17,11 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig
-from transformers.core_model_loading import revert_weight_conversion
 
 from distill.errors import ConfigError, MissingDependency
+from distill.modeling.naming import function_of, live_tensors, tied_names
 from distill.serving.embedded.served import Limits, ServedModel, check_folder, load_model, some, stop_ids, weight_files
-
-_NOT_THE_MODEL = {
-    "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache", "eos_token_id",
-    "bos_token_id", "pad_token_id", "_attn_implementation", "tokenizer_class",
-}  # fmt: skip
-"""Keys of config.json that do not change which function the weights compute."""
-
-
-def live_tensors(model: Any, named_by: Any = None) -> dict[str, Tensor]:
-    """The tensors that a checkpoint of `model` holds, by their names there, as views of the model's own memory: writing
-    to one changes the model. Tied weights appear once.
-
-    Where the model fuses what files keep apart, such as experts, each is a window onto the fused tensor. `named_by`:
-    the model whose checkpoint gives the names, when it is another one of the same architecture.
-    """
-    named_by = named_by or model
-    tied = tied_names(model)
-    own = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-    with _Uncopied():
-        found = revert_weight_conversion(named_by, own)
-    memory = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
-    if all(tensor.untyped_storage().data_ptr() in memory for tensor in found.values()):
-        return found
-    return own  # what files hold is computed from it, not a part of it: only whole folders can be loaded
-
-
-class _Uncopied(TorchFunctionMode):
-    """Inside, parts of a tensor stay views: transformers gives each memory of its own when it splits for a file."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
-
-
-def tied_names(model: Any) -> dict[str, str]:
-    """Name that is only an alias -> name under which the tensor is saved."""
-    return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
 def octets(tensor: Tensor) -> memoryview:
@@ -117,12 +78,12 @@ def prepare(served: ServedModel, folder: Path, base: Path | None, limits: Limits
         raise ConfigError(f"{folder}: there is no such folder")
     if _is_adapter(folder):
         model, base = _merged(folder, base, limits)
-        if _config_dict(model.config) != _config_dict(served.config):
+        if function_of(model.config) != function_of(served.config):
             raise ConfigError(f"{folder}: its base {base} is not the architecture that this server holds")
         served.counted_rows(folder, limits)
         return Prepared(folder, live_tensors(model, named_by=served.model), limits)
     check_folder(folder, limits)
-    if _function_of(folder) != _config_dict(served.config):
+    if _function_of(folder) != function_of(served.config):
         return Prepared(folder, {}, limits, replacement=ServedModel.load(folder, limits))
     served.counted_rows(folder, limits)
     found = _open(folder)
@@ -162,13 +123,9 @@ def _open(folder: Path) -> dict[str, Tensor]:
 
 def _function_of(folder: Path) -> dict[str, Any]:
     try:
-        return _config_dict(AutoConfig.from_pretrained(folder, local_files_only=True))
+        return function_of(AutoConfig.from_pretrained(folder, local_files_only=True))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}/config.json: {str(error).partition(chr(10))[0]}") from error
-
-
-def _config_dict(config: Any) -> dict[str, Any]:
-    return {key: value for key, value in config.to_dict().items() if key not in _NOT_THE_MODEL}
 
 
 def _is_adapter(folder: Path) -> bool:

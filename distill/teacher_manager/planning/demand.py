@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from distill.teacher_manager.timeline.case import NS, Job, System
 from distill.teacher_manager.timeline.decisions import Announced, Arrived
+
+_STALE = 64
+"""Entries of jobs that are gone that a heap may hold beside as many as there are jobs."""
 
 
 class Queue:
@@ -17,7 +20,7 @@ class Queue:
 
     def __init__(self) -> None:
         self.jobs: dict[int, Job] = {}
-        """By id, in the order of their arrivals."""
+        """By id, in the order in which they came here: one that waits again after its visit failed comes last."""
         self.work = 0
         self.announced = 0
         self.announced_work = 0
@@ -25,7 +28,8 @@ class Queue:
         self._arrivals_ns = 0
         """Their sum."""
         self._lengths: list[tuple[int, int]] = []
-        """Heap of (tokens, id). Jobs that were served leave it when they come to its top; the same for deadlines."""
+        """Heap of (tokens, id). Jobs that are gone leave it when they come to its top, or when they are too many; the
+        same for deadlines."""
         self._deadlines: list[tuple[int, int]] = []
         self._latest_ns: float | None = None
 
@@ -36,6 +40,12 @@ class Queue:
         self._latest_ns = None
         heappush(self._lengths, (job.tokens, job.id))
         heappush(self._deadlines, (job.deadline_ns, job.id))
+        if len(self._lengths) > 2 * len(self.jobs) + _STALE:
+            self._lengths = [(each.tokens, each.id) for each in self.jobs.values()]
+            heapify(self._lengths)
+        if len(self._deadlines) > 2 * len(self.jobs) + _STALE:
+            self._deadlines = [(each.deadline_ns, each.id) for each in self.jobs.values()]
+            heapify(self._deadlines)
 
     def remove(self, id: int, work: int) -> None:
         self._arrivals_ns -= self.jobs.pop(id).arrival_ns
@@ -47,6 +57,10 @@ class Queue:
 
     def first_deadline_ns(self) -> int:
         return self._top(self._deadlines).deadline_ns
+
+    def retimed(self) -> None:
+        """Speeds changed."""
+        self._latest_ns = None
 
     def waited_s(self, now_ns: int) -> float:
         """Summed over the jobs."""
@@ -76,6 +90,10 @@ class Demand:
         self._per_token = [2 * teacher.active_params for teacher in system.teachers]
         self._rollouts: dict[int, tuple[int, int]] = {}
         """Under way: teacher and expected work."""
+        self.waiting: dict[int, Job] = {}
+        """The jobs of all queues, by id."""
+        self.groups: dict[int, int] = {}
+        """By job, waiting or on a visit: its group, where it has one."""
         self.queues = [Queue() for _ in system.teachers]
 
     def work(self, job: Job) -> int:
@@ -88,13 +106,42 @@ class Demand:
         queue.announced_work += work
 
     def arrive(self, event: Arrived) -> None:
-        teacher, expected = self._rollouts.pop(event.rollout)
+        self.withdraw(event.rollout)
+        if event.group >= 0:
+            self.groups[event.job.id] = event.group
+        self.wait(event.job)
+
+    def withdraw(self, rollout: int) -> int | None:
+        """It is under way no longer. Its teacher; None: it was not under way."""
+        if rollout not in self._rollouts:
+            return None
+        teacher, expected = self._rollouts.pop(rollout)
         queue = self.queues[teacher]
         queue.announced -= 1
         queue.announced_work -= expected
-        queue.add(event.job, self.work(event.job))
+        return teacher
+
+    def wait(self, job: Job) -> None:
+        """It waits, for the first time or again."""
+        self.waiting[job.id] = job
+        self.queues[job.teacher].add(job, self.work(job))
 
     def take(self, jobs: Iterable[Job]) -> None:
         """They go on a visit."""
         for job in jobs:
+            del self.waiting[job.id]
             self.queues[job.teacher].remove(job.id, self.work(job))
+
+    def drop(self, id: int) -> int | None:
+        """Forgets a waiting job. Its teacher; None: it does not wait."""
+        job = self.waiting.get(id)
+        if job is None:
+            return None
+        self.take([job])
+        self.forget([id])
+        return job.teacher
+
+    def forget(self, jobs: Iterable[int]) -> None:
+        """They are done."""
+        for id in jobs:
+            self.groups.pop(id, None)

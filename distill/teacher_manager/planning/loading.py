@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from distill.teacher_manager.planning.outlook import Outlook
+from distill.teacher_manager.planning.serving import stream_is_best
 from distill.teacher_manager.timeline.case import NS
 
 
@@ -69,6 +70,8 @@ def held_until_ns(outlook: Outlook, device: int, teacher: int, copy_s: float) ->
     """Wait and see: a small queue that rollouts under way will lengthen is left to grow until its jobs have waited long
     enough to pay for the copy, or until its deadlines come near. Now, or earlier, if it is worth the copy."""
     settings, queue = outlook.settings, outlook.demand.queues[teacher]
+    if settings.recurring and outlook.has_room(device, teacher):
+        return outlook.now_ns
     if not queue.announced or outlook.work_s(queue.work, device) >= settings.worth_copies * copy_s:
         return outlook.now_ns
     patience_s = settings.patience_copies * copy_s - queue.waited_s(outlook.now_ns)
@@ -81,7 +84,7 @@ def choose_load(outlook: Outlook, device: int, wanted: Iterable[int], critical: 
     """The best candidate that can come now, if now is the time. The best one with jobs is waited for: another in its
     place would only put it off."""
     ready_s = outlook.ready_s(device)
-    roomy = outlook.fleet.devices[device].free_bytes >= outlook.smallest_bytes
+    roomy = outlook.is_roomy(device)
     for candidate in candidates(outlook, device, wanted, critical):
         if candidate.queued and ready_s == 0.0 and _streams_better(outlook, device, candidate.teacher):
             return None
@@ -100,6 +103,12 @@ def choose_load(outlook: Outlook, device: int, wanted: Iterable[int], critical: 
 def _streams_better(outlook: Outlook, device: int, teacher: int) -> bool:
     """For a device with nothing to serve and a teacher that nobody holds: a stream computes under its reading, and a
     copy pays only where more jobs follow."""
+    if outlook.settings.recurring:
+        return (
+            not outlook.holders(teacher)
+            and outlook.may_stream(device, teacher)
+            and stream_is_best(outlook, device, teacher)
+        )
     announced = outlook.demand.queues[teacher].announced
     return not announced and not outlook.holders(teacher) and outlook.may_stream(device, teacher)
 
@@ -122,6 +131,8 @@ def _is_time(outlook: Outlook, device: int, candidate: Candidate, victims: list[
     deadline_ns = outlook.demand.queues[candidate.teacher].first_deadline_ns()
     if candidate.urgent and deadline_ns < outlook.first_deadline_ns(victims):
         return True
+    if outlook.is_turn_over(device, candidate.teacher, victims):
+        return True
     return runs_dry and outlook.ready_s(device, victims) == ready_s
 
 
@@ -134,3 +145,14 @@ def displaced_next(outlook: Outlook, device: int, wanted: Iterable[int], critica
             hidden_s = outlook.ready_s(device, victims)
             if hidden_s <= outlook.settings.drain_ahead_copies * candidate.copy_s:
                 yield from victims
+
+
+def outstayed(outlook: Outlook, device: int, wanted: Iterable[int], critical: int | None) -> Iterator[int]:
+    """Objects that had their turn and would go for the best candidate: they are not served any more, so that they can.
+    Without anything of the kind where turns do not count."""
+    if not outlook.settings.turn_copies:
+        return
+    for candidate in candidates(outlook, device, wanted, critical)[:1]:
+        victims = outlook.victims(device, candidate.teacher)
+        if victims and outlook.is_turn_over(device, candidate.teacher, victims):
+            yield from victims

@@ -9,8 +9,9 @@ import math
 from collections.abc import Collection, Iterable, Iterator
 
 from distill.teacher_manager.planning.demand import Demand
+from distill.teacher_manager.planning.homes import Homes
 from distill.teacher_manager.planning.settings import Settings
-from distill.teacher_manager.timeline.case import NS, Kind, System
+from distill.teacher_manager.timeline.case import NS, System
 from distill.teacher_manager.timeline.fleet import Fleet
 
 
@@ -30,27 +31,69 @@ class Outlook:
         for teacher, needs in enumerate(system.needs):
             for item in needs:
                 self.members[item].append(teacher)
-        self.smallest_bytes = min(teacher.bytes for teacher in system.teachers)
-        self._rate = [each.flops_per_s for each in system.devices]
+        self.live = len(system.devices)
+        """Devices that are not lost."""
+        self._smallest_bytes = min(teacher.bytes for teacher in system.teachers)
+        self._there: list[dict[int, int]] = [{} for _ in system.devices]
+        """By device: resident objects as the events told, and since when (ns)."""
+        self._coming_to: dict[int, int] = {}
+        """By device: what is being copied to it."""
         self._coming: list[set[int]] = [set() for _ in system.teachers]
         """By object: the devices to which it is being copied."""
-        self._copy_s = [[each.bytes / link.bytes_per_s for each in system.teachers] for link in system.links]
-        """By link and object: from host memory."""
-        self._room = [sum(system.teachers[item].bytes for item in needs) for needs in system.needs]
+        self._homes = Homes(system)
+        self.retime(system)
 
     # What changes.
 
+    def retime(self, system: System) -> None:
+        """Other speeds. Raises ValueError where more differs."""
+        if not system.has_shape_of(self.system):
+            raise ValueError("the system differs from the planner's in more than its speeds")
+        self.system = system
+        self._rate = [each.flops_per_s for each in system.devices]
+        self.rate = sum(rate for device, rate in enumerate(self._rate) if self._homes.lives(device))
+        """Of all devices that are not lost, together."""
+        self._copy_s = [[each.bytes / link.bytes_per_s for each in system.teachers] for link in system.links]
+        """By link and object: from host memory."""
+        for queue in self.demand.queues:
+            queue.retimed()
+
     def copy_starts(self, device: int, item: int) -> None:
         self._coming[item].add(device)
+        self._coming_to[device] = item
 
     def copy_ended(self, device: int, item: int) -> None:
-        self._coming[item].discard(device)
+        self.copy_failed(device, item)
+        self._there[device][item] = self.now_ns
         for teacher in self.members[item]:
-            self.usable[teacher] += not self.fleet.missing(device, teacher)
+            self.usable[teacher] += self._is_usable(device, teacher)
+
+    def copy_failed(self, device: int, item: int) -> None:
+        self._coming[item].discard(device)
+        self._coming_to.pop(device, None)
 
     def evicts(self, device: int, item: int) -> None:
         for teacher in self.members[item]:
-            self.usable[teacher] -= not self.fleet.missing(device, teacher)
+            self.usable[teacher] -= self._is_usable(device, teacher)
+        del self._there[device][item]
+
+    def lost(self, device: int) -> None:
+        for item in list(self._there[device]):
+            self.evicts(device, item)
+        if device in self._coming_to:
+            self.copy_failed(device, self._coming_to[device])
+        self._homes.lost(device)
+        self.live -= 1
+        self.rate -= self._rate[device]
+
+    def back(self, device: int) -> None:
+        self._homes.back(device)
+        self.live += 1
+        self.rate += self._rate[device]
+
+    def _is_usable(self, device: int, teacher: int) -> bool:
+        """As the events told: `fleet` may be ahead of them."""
+        return all(item in self._there[device] for item in self.system.needs[teacher])
 
     # What is.
 
@@ -58,7 +101,26 @@ class Outlook:
         return work / self._rate[device]
 
     def fits(self, device: int, teacher: int) -> bool:
-        return self._room[teacher] <= self.system.devices[device].budget_bytes
+        return self._homes.fits(device, teacher)
+
+    def fits_all(self, device: int) -> bool:
+        """Whether it could hold any teacher."""
+        return self._homes.fits_all(device)
+
+    def can_stream(self, device: int, teacher: int) -> bool:
+        """Whether the device could stream it if it were empty."""
+        return self._homes.streams(device, teacher)
+
+    def has_home(self, teacher: int) -> bool:
+        """Whether any device that is not lost can hold it or stream it."""
+        return self._homes.has(teacher)
+
+    def is_roomy(self, device: int) -> bool:
+        """Whether something may come without anything going."""
+        state = self.fleet.devices[device]
+        if self.system.devices[device].holds_one:
+            return not state.resident and state.visit is None
+        return state.free_bytes >= self._smallest_bytes
 
     def is_idle(self, device: int) -> bool:
         return self.fleet.devices[device].visit is None
@@ -75,12 +137,16 @@ class Outlook:
     def may_stream(self, device: int, teacher: int) -> bool:
         """Whether a stream of the teacher could start on the idle device now, but for room."""
         return (
-            self.system.teachers[teacher].kind in (Kind.DENSE, Kind.MOE)
+            self._homes.streams(device, teacher)
             and bool(self.fleet.missing(device, teacher))
             and self.fleet.devices[device].coming != teacher
             and self.fleet.can_transfer(device, teacher)
-            and self.system.stream_bytes(teacher) <= self.system.devices[device].budget_bytes
         )
+
+    def has_room(self, device: int, teacher: int) -> bool:
+        """Whether all that it misses there fits without an eviction."""
+        wanted = sum(self.system.teachers[item].bytes for item in self.fleet.missing(device, teacher))
+        return wanted <= self.fleet.devices[device].free_bytes
 
     def holders(self, teacher: int) -> int:
         """Devices on which it is usable, or will be with the copy that is under way."""
@@ -126,6 +192,9 @@ class Outlook:
     def victims(self, device: int, teacher: int) -> list[int] | None:
         """What must go so that all that the teacher misses fits: least worth per byte first, and nothing in vain. None:
         it cannot be made to fit now."""
+        if self.system.devices[device].holds_one:
+            state = self.fleet.devices[device]
+            return list(state.resident) if state.visit is None else None
         wanted = sum(self.system.teachers[item].bytes for item in self.fleet.missing(device, teacher))
         kept = self.system.needs[teacher]
         movable = [
@@ -134,6 +203,16 @@ class Outlook:
             if item not in kept and not self.fleet.is_in_use(device, item)
         ]
         return self.least_worth(device, wanted, movable)
+
+    def is_turn_over(self, device: int, teacher: int, victims: Iterable[int]) -> bool:
+        """Whether a teacher that no device holds has waited for so long that residents go for it although they have
+        work: each of them had its turn."""
+        queue, copies = self.demand.queues[teacher], self.settings.turn_copies
+        if not copies or not queue.jobs or self.holders(teacher):
+            return False
+        turn_s = copies * self.copy_s(device, teacher)
+        there_s = [(self.now_ns - self._there[device][item]) / NS for item in victims]
+        return queue.waited_s(self.now_ns) / len(queue.jobs) >= turn_s and min(there_s, default=turn_s) >= turn_s
 
     def least_worth(self, device: int, wanted: int, movable: list[int]) -> list[int] | None:
         """Of `movable`, what to evict for `wanted` bytes."""

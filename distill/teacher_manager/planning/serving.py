@@ -1,18 +1,24 @@
-"""Which job an idle device serves next, and which jobs it streams. A visit costs nothing beyond its jobs, so that each
-visit is one job and the choice is made anew after it."""
+"""Which job an idle device serves next, which go with it, and which jobs it streams. Where a visit costs nothing beyond
+its jobs, each visit is one job and the choice is made anew after it; else it is a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
 from distill.teacher_manager.planning.outlook import Outlook
-from distill.teacher_manager.timeline.case import NS, Job
+from distill.teacher_manager.timeline.case import NS, Job, ceil_div
 
 
-def choose_job(outlook: Outlook, device: int, displaced: Collection[int], *, stressed: bool) -> Job | None:
+def choose_job(
+    outlook: Outlook, device: int, displaced: Collection[int], *, stressed: bool, without: Collection[int] = ()
+) -> Job | None:
     """By deadline if one is in danger, or all are (`stressed`); else the teacher whose jobs have waited longest on
-    average, among those that the next copy displaces if there are any, and its shortest job."""
+    average, among those that the next copy displaces if there are any, and its shortest job. No teacher that needs an
+    object in `without`."""
     ready = list(outlook.ready(device))
+    if without:
+        needs = outlook.system.needs
+        ready = [teacher for teacher in ready if not any(item in without for item in needs[teacher])]
     if not ready:
         return None
     job = _endangered(outlook, device, ready, stressed)
@@ -49,10 +55,49 @@ def _endangered(outlook: Outlook, device: int, ready: Sequence[int], stressed: b
     return None
 
 
+def visit_jobs(outlook: Outlook, first: Job, idle: int) -> list[Job]:
+    """`first`, and further jobs of its teacher up to `Settings.visit_tokens`, but of a queue that other idle devices
+    could serve too no more than this one's share. `idle`: how many could, with this one.
+
+    The group of `first` goes first, then the others by their earliest deadlines; inside a group they go by id. What is
+    too long for the room that is left is left out, not what comes behind it.
+    """
+    limit = outlook.settings.visit_tokens
+    if limit <= first.tokens:
+        return [first]
+    queue, demand = outlook.demand.queues[first.teacher], outlook.demand
+    tokens = queue.work * first.tokens // demand.work(first)
+    limit = min(limit, ceil_div(tokens, idle))
+    groups: dict[int, list[Job]] = {}
+    for job in queue.jobs.values():
+        groups.setdefault(demand.groups.get(job.id, ~job.id), []).append(job)  # one without a group is its own
+    begins_with = groups.pop(demand.groups.get(first.id, ~first.id))
+    others = sorted(groups.values(), key=lambda group: min((job.deadline_ns, job.id) for job in group))
+    chosen, left = [], limit - first.tokens
+    for group in [begins_with, *others]:
+        for job in sorted(group, key=lambda job: job.id):
+            if job is first:
+                chosen.append(job)
+            elif job.tokens <= left:
+                chosen.append(job)
+                left -= job.tokens
+        if left <= 0 and first in chosen:
+            break
+    return chosen
+
+
 def stream_pays(outlook: Outlook, device: int, teacher: int) -> bool:
     """The compute hides the reading, so that nothing is exposed and nothing need go."""
     work_s = outlook.work_s(outlook.demand.queues[teacher].work, device)
     return work_s >= outlook.settings.stream_copies * outlook.copy_s(device, teacher)
+
+
+def stream_is_best(outlook: Outlook, device: int, teacher: int) -> bool:
+    """Of a teacher that will be needed again: it can never be resident there, or has no room now and enough work to
+    hide the reading."""
+    if not outlook.fits(device, teacher):
+        return True
+    return not outlook.has_room(device, teacher) and stream_pays(outlook, device, teacher)
 
 
 def stream_jobs(outlook: Outlook, device: int, teacher: int, idle: int) -> list[Job]:
@@ -83,4 +128,6 @@ def choose_stream(outlook: Outlook, device: int, absent: Collection[int]) -> int
         return work_s / (work_s + outlook.copy_s(device, teacher))
 
     possible = [teacher for teacher in absent if outlook.may_stream(device, teacher)]
+    if outlook.settings.recurring:
+        possible = [teacher for teacher in possible if stream_is_best(outlook, device, teacher)]
     return max(possible, key=lambda teacher: (index(teacher), -teacher), default=None)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+TURN_COPIES = 8.0
+"""A turn of so many copies: where all queues are always full, changing between them takes a ninth of the time."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -37,3 +40,18 @@ class Settings:
     decision in a large fleet and changes nothing in a small one."""
     looks_at_once: int = 2
     """Devices that are offered a copy in one instant; the others follow in the next."""
+    visit_tokens: int = 0
+    """A visit takes further jobs of its teacher up to so many tokens, at least one job. 0: one job, which is best where
+    a visit costs nothing beyond its jobs."""
+    turn_copies: float = 0.0
+    """A teacher that no device holds displaces residents with work when its jobs have waited, on average, for so many
+    lengths of its copy and those have been there as long. 0: a queue that never empties keeps its device."""
+
+    recurring: bool = False
+    """Teachers are needed again and again, beyond what is announced: what has room comes to stay, and is streamed only
+    where computing hides the reading or it can never be resident. Otherwise all that is known is what is announced."""
+
+    @classmethod
+    def for_runs(cls, visit_tokens: int) -> Settings:
+        """For real servers: a visit is one batch, queues may never empty, and every step needs its teachers anew."""
+        return cls(visit_tokens=visit_tokens, turn_copies=TURN_COPIES, recurring=True)

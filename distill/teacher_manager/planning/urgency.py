@@ -15,7 +15,7 @@ def critical_teacher(outlook: Outlook, absent: Iterable[int], device: int) -> in
     its latest start (less a margin), the first must come at once. Earliest deadline first is optimal where switching is
     free; here a whole queue is one job, and its copy is part of it.
     """
-    rate = sum(each.flops_per_s for each in outlook.system.devices)
+    rate = outlook.rate
     now_ns, queues, teachers = outlook.now_ns, outlook.demand.queues, outlook.system.teachers
     starts: list[tuple[float, int, float]] = []
     for teacher in absent:

@@ -39,6 +39,11 @@ class Device(msgspec.Struct, frozen=True):
     """Peak times MFU."""
     link: Count
     tp: Positive = 1
+    holds_one: bool = False
+    """Its program serves one model at a time: one object is ever resident, nothing is copied beside a visit, nothing is
+    streamed and no adapter stands on a base."""
+    call_ns: Count = 0
+    """What every visit takes beside its work."""
 
 
 class Link(msgspec.Struct, frozen=True):
@@ -65,6 +70,10 @@ class Teacher(msgspec.Struct, frozen=True):
     active_params: Positive
     layers: Positive
     base: Count | None = None
+    stream_bytes: Positive | None = None
+    """Room that a stream takes; None: two layer buffers."""
+    can_stream: bool = True
+    """Of dense and moe teachers; others never can."""
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
@@ -124,8 +133,34 @@ class System:
         return StreamTimes(length_ns, length_ns - ceil_div(work_ns, layers))
 
     def stream_bytes(self, teacher: int) -> int:
-        """Room on the device for the two layer buffers."""
-        return stream_bytes(self.teachers[teacher].bytes, self.teachers[teacher].layers)
+        """Room on the device for a stream: what the teacher says, else its two layer buffers."""
+        each = self.teachers[teacher]
+        return stream_bytes(each.bytes, each.layers) if each.stream_bytes is None else each.stream_bytes
+
+    def streams(self, teacher: int, device: int) -> bool:
+        """Whether the empty device could stream it."""
+        each, where = self.teachers[teacher], self.devices[device]
+        able = each.can_stream and each.kind in (Kind.DENSE, Kind.MOE) and not where.holds_one
+        return able and self.stream_bytes(teacher) <= where.budget_bytes
+
+    def fits(self, teacher: int, device: int) -> bool:
+        """Whether all that a resident visit needs can be on the device together."""
+        needs, where = self.needs[teacher], self.devices[device]
+        fits = sum(self.teachers[item].bytes for item in needs) <= where.budget_bytes
+        return fits and not (where.holds_one and len(needs) > 1)
+
+    def homeless(self) -> tuple[int, ...]:
+        """Teachers that no device can hold or stream: their jobs would wait for ever."""
+        return tuple(
+            each.id
+            for each in self.teachers
+            if each.kind is not Kind.BASE
+            and not any(self.fits(each.id, device.id) or self.streams(each.id, device.id) for device in self.devices)
+        )
+
+    def has_shape_of(self, other: System) -> bool:
+        """Whether it differs from `other` in speeds alone."""
+        return _shape(self) == _shape(other)
 
 
 @dataclass(frozen=True)
@@ -135,6 +170,12 @@ class Case:
     name: str
     system: System
     jobs: tuple[Job, ...]
+
+
+def _shape(system: System) -> tuple[object, ...]:
+    devices = [msgspec.structs.replace(each, flops_per_s=1, call_ns=0) for each in system.devices]
+    host = None if system.host is None else msgspec.structs.replace(system.host, disk_bytes_per_s=1)
+    return devices, len(system.links), host, system.teachers
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -33,10 +33,26 @@ class Announced:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A rollout ended: its job waits for a visit and everything about it is known."""
+    """A rollout ended: its job waits for a visit and everything about it is known. It need not have been announced."""
 
     rollout: int
     job: Job
+    group: int = -1
+    """Jobs of one group stand beside each other in a visit: they share a prompt. -1: of no group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """An announced rollout whose job will not arrive. One that is not under way changes nothing."""
+
+    rollout: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Nobody wants this waiting job any more. A job on a visit is left to the visit."""
+
+    job: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +80,51 @@ class VisitEnded:
     jobs: tuple[int, ...]
 
 
-Event = Announced | Arrived | CopyEnded | LinkReleased | VisitEnded
+@dataclass(frozen=True, slots=True)
+class CopyFailed:
+    """The object did not come, its room is free again and the link idle."""
+
+    link: int
+    device: int
+    item: int
+
+
+@dataclass(frozen=True, slots=True)
+class VisitFailed:
+    """The device is free. `jobs` wait again; all others of the visit are done."""
+
+    device: int
+    teacher: int
+    jobs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLost:
+    """Residents, copy and visit there are gone, and all jobs of the visit wait again. Nothing may be decided for it."""
+
+    device: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBack:
+    """A lost device may be used again. It is empty."""
+
+    device: int
+
+
+Event = (
+    Announced
+    | Arrived
+    | Withdrawn
+    | Dropped
+    | CopyEnded
+    | CopyFailed
+    | LinkReleased
+    | VisitEnded
+    | VisitFailed
+    | DeviceLost
+    | DeviceBack
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +176,8 @@ class Policy(Protocol):
 
     def decide(self, now_ns: int, events: Sequence[Event], fleet: Fleet) -> Iterable[Decision]:
         """Called once at an instant at which something happened, after all of it is entered in `fleet`, with `events`
-        in the order ends, announcements, arrivals; called at time 0 in any case. `fleet` is for reading.
+        in the order in which they happened (in a simulation ends, announcements, arrivals); called at time 0 in any
+        case, and never twice for one `now_ns`. `fleet` is for reading.
 
         Where there is a disk, copies come before streams: what host memory drops depends on the order."""
         ...

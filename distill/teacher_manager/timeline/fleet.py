@@ -1,12 +1,13 @@
 """The state of devices, links and host memory, and the rules for changing it.
 
 Whoever drives a policy enters every decision and every end here. A decision that breaks a rule raises IllegalDecision
-and changes nothing. Ends are the driver's: a simulator ends things when the model says, a run when they are over.
+and changes nothing. Ends and failures are the driver's: a simulator ends things when the model says, a run when they
+are over. Reports about what was under way on a device when it was lost are the driver's to swallow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from distill.teacher_manager.timeline.case import Job, Kind, System
@@ -40,6 +41,9 @@ class DeviceState:
     """The object that is being copied to it."""
     visit: VisitRow | None = None
     """Its end is what the model expects."""
+    serving: tuple[Job, ...] = ()
+    """The jobs of the visit."""
+    lost: bool = False
 
 
 class Fleet:
@@ -84,6 +88,10 @@ class Fleet:
     def arrive(self, job: Job) -> None:
         self.waiting[job.id] = job
 
+    def drop(self, job: int) -> None:
+        """Nobody wants the waiting job any more."""
+        del self.waiting[job]
+
     def start_copy(self, device: int, item: int, now_ns: int) -> CopyRow:
         state = self._device(device)
         if not 0 <= item < len(self.system.teachers):
@@ -91,6 +99,9 @@ class Fleet:
         what = f"copy of object {item} to device {device} at {now_ns} ns"
         if item in state.resident or item == state.coming:
             raise IllegalDecision(f"{what}: it is there, or coming")
+        if self.system.devices[device].holds_one and (state.resident or state.visit is not None):
+            held = f"it holds {sorted(state.resident)}" if state.visit is None else "it is on a visit"
+            raise IllegalDecision(f"{what}: a device that holds one object must be empty and idle; {held}")
         wanted = self.system.teachers[item].bytes
         if wanted > state.free_bytes:
             raise IllegalDecision(f"{what}: it has {wanted} bytes, {state.free_bytes} are free")
@@ -108,10 +119,19 @@ class Fleet:
 
     def end_copy(self, copy: CopyRow, now_ns: int) -> None:
         state = self.devices[copy.device]
+        assert state.coming == copy.item
         self.end_transfer(copy.link, now_ns)
         state.coming = None
         state.resident[copy.item] = now_ns
         self.holders[copy.item].add(copy.device)
+
+    def fail_copy(self, copy: CopyRow, now_ns: int) -> None:
+        """The object did not come: its room is free, the link idle."""
+        state = self.devices[copy.device]
+        assert state.coming == copy.item
+        self._fail_transfer(copy.link)
+        state.coming = None
+        state.free_bytes += self.system.teachers[copy.item].bytes
 
     def end_transfer(self, link: int, now_ns: int) -> None:
         """The link is idle again. `end_copy` does it for a copy; of a stream it comes before the end of the visit."""
@@ -139,7 +159,7 @@ class Fleet:
         missing = self.missing(device, teacher)
         if missing:
             raise IllegalDecision(f"{what}: objects {missing} are not resident")
-        end_ns = now_ns + self._take(device, teacher, jobs)
+        end_ns = now_ns + self.system.devices[device].call_ns + self._take(state, teacher, jobs)
         state.visit = VisitRow(device, teacher, Mode.RESIDENT, now_ns, end_ns, jobs)
         return state.visit
 
@@ -150,19 +170,78 @@ class Fleet:
         self._require_visit(state, teacher, jobs, what)
         if self.system.teachers[teacher].kind not in (Kind.DENSE, Kind.MOE):
             raise IllegalDecision(f"{what}: only dense and moe teachers are streamed")
+        if self.system.devices[device].holds_one or not self.system.teachers[teacher].can_stream:
+            raise IllegalDecision(f"{what}: the device, or the teacher, cannot be streamed")
         buffers = self.system.stream_bytes(teacher)
         if buffers > state.free_bytes:
             raise IllegalDecision(f"{what}: its buffers take {buffers} bytes, {state.free_bytes} are free")
         self._require_idle_link(state, teacher, what)
         from_disk = self._host.begin(teacher, now_ns)
-        times = self.system.stream_times(teacher, device, self._take(device, teacher, jobs), from_disk=from_disk)
+        times = self.system.stream_times(teacher, device, self._take(state, teacher, jobs), from_disk=from_disk)
         self.transfers[state.link] = Transfer(state.link, device, teacher, from_disk, now_ns + times.link_ns)
         state.free_bytes -= buffers
         self._streamed_ns = now_ns
-        state.visit = VisitRow(device, teacher, Mode.STREAM, now_ns, now_ns + times.length_ns, jobs)
+        end_ns = now_ns + self.system.devices[device].call_ns + times.length_ns
+        state.visit = VisitRow(device, teacher, Mode.STREAM, now_ns, end_ns, jobs)
         return state.visit
 
     def end_visit(self, device: int, now_ns: int) -> None:
+        """A stream whose reading was not ended before has read its last layer now."""
+        if self._is_reading(device):
+            self.end_transfer(self.devices[device].link, now_ns)
+        self._free(device, now_ns)
+
+    def fail_visit(self, device: int, jobs: Collection[int], now_ns: int) -> None:
+        """`jobs` of the visit wait again, the others are done. What it used is still resident."""
+        state = self.devices[device]
+        again = [job for job in state.serving if job.id in jobs]
+        assert len(again) == len(set(jobs))
+        if self._is_reading(device):
+            self._fail_transfer(state.link)
+        self._free(device, now_ns)
+        self.waiting.update((job.id, job) for job in again)
+
+    def lose(self, device: int, now_ns: int) -> tuple[int, ...]:
+        """All that was there is gone. The jobs that wait again: those of its visit."""
+        state = self.devices[device]
+        assert not state.lost
+        again = tuple(job.id for job in state.serving)
+        if state.visit is not None:
+            self.fail_visit(device, again, now_ns)
+        if state.coming is not None:
+            self._fail_transfer(state.link)
+        for item in state.resident:
+            self.holders[item].discard(device)
+        budget = self.system.devices[device].budget_bytes
+        self.devices[device] = DeviceState(device, state.link, budget, lost=True)
+        return again
+
+    def restore(self, device: int) -> None:
+        """A lost device may be used again. It is empty."""
+        assert self.devices[device].lost
+        self.devices[device].lost = False
+
+    def retime(self, system: System) -> None:
+        """Other speeds from now on. What is under way keeps its expected end. Raises ValueError where more differs."""
+        if not system.has_shape_of(self.system):
+            raise ValueError("the system differs from the fleet's in more than its speeds")
+        self.system = system
+
+    def _is_reading(self, device: int) -> bool:
+        """Whether its visit is a stream that holds the link."""
+        state = self.devices[device]
+        transfer = self.transfers[state.link]
+        mine = transfer is not None and transfer.device == device and state.coming is None
+        return mine and state.visit is not None
+
+    def _fail_transfer(self, link: int) -> None:
+        transfer = self.transfers[link]
+        assert transfer is not None
+        self._host.fail(transfer.item, from_disk=transfer.from_disk)
+        self.transfers[link] = None
+
+    def _free(self, device: int, now_ns: int) -> None:
+        """Its visit is over."""
         state = self.devices[device]
         assert state.visit is not None
         if state.visit.mode is Mode.STREAM:
@@ -170,11 +249,13 @@ class Fleet:
         else:
             for item in self.system.needs[state.visit.teacher]:
                 state.resident[item] = now_ns
-        state.visit = None
+        state.visit, state.serving = None, ()
 
     def _device(self, device: int) -> DeviceState:
         if not 0 <= device < len(self.devices):
             raise IllegalDecision(f"there is no device {device}")
+        if self.devices[device].lost:
+            raise IllegalDecision(f"device {device} is lost")
         return self.devices[device]
 
     def _require_idle_link(self, state: DeviceState, item: int, what: str) -> None:
@@ -196,6 +277,7 @@ class Fleet:
         if not seen:
             raise IllegalDecision(f"{what}: it has no jobs")
 
-    def _take(self, device: int, teacher: int, jobs: Iterable[int]) -> int:
+    def _take(self, state: DeviceState, teacher: int, jobs: Iterable[int]) -> int:
         """Takes the jobs from `waiting`; the sum of their services in ns."""
-        return sum(self.system.service_ns(self.waiting.pop(id).tokens, teacher, device) for id in jobs)
+        state.serving = tuple(self.waiting.pop(id) for id in jobs)
+        return sum(self.system.service_ns(job.tokens, teacher, state.id) for job in state.serving)

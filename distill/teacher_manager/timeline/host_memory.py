@@ -53,6 +53,17 @@ class HostMemory:
         if self._keep:
             self._stamps[item] = now_ns
 
+    def fail(self, item: int, *, from_disk: bool) -> None:
+        """The transfer did not end: what it read from disk is not kept."""
+        if self._tier is None:
+            return
+        if not from_disk:
+            self._sources[item] -= 1
+            return
+        self.disk_is_busy = False
+        if self._keep:
+            self._used_bytes -= self._teachers[item].bytes
+
     def _make_room(self, wanted: int, budget: int) -> bool:
         """Reserves `wanted` bytes if they fit. What was dropped for them stays dropped."""
         if wanted > budget:

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from distill.errors import ConfigError, TeacherError
 from distill.teacher_manager.teachers import Teacher
-from distill.teacher_manager.weights import cast_checksum, stored_tensors, tensor_checksums
 from distill.transfermesh.digest import tensor_digest
+from distill.weights.files import cast_checksum, stored_tensors, tensor_checksums
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 

@@ -1,4 +1,4 @@
-"""Safetensors folders read without torch: sizes from the headers, digests from memory-mapped bytes.
+"""Safetensors folders without torch: sizes from the headers, digests from mapped bytes, copies by plain reads.
 
 Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header length, a JSON header, then the tensors).
 """
@@ -6,13 +6,16 @@ Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header le
 from __future__ import annotations
 
 import json
+import math
+import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from distill.errors import ConfigError, TeacherError
@@ -20,7 +23,11 @@ from distill.transfermesh.digest import bucket_digest, tensor_digest
 
 FLOATS = {"F32": 4, "BF16": 2, "F16": 2}
 """Dtypes that a server may hold instead of a file's own, with the bytes of one element."""
+ALIGNMENT = 64
+"""Of tensors on a device, as `distill.modeling.skeleton` lays them out."""
 _CHUNK_BYTES = 1 << 24
+_READ_BYTES = 1 << 30
+"""Linux reads at most 2 GiB at a time."""
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 _FIX = "copy the folder again; a download or a save was probably cut short"
@@ -36,6 +43,11 @@ class StoredTensor:
     file: Path
     begin: int
     end: int
+    shape: tuple[int, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -68,6 +80,89 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                 )
             found[tensor.name] = tensor
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The safetensors files of a folder as they were when it was opened. Its bytes are read, never mapped: a mapped
+    file that is cut short kills the process."""
+
+    folder: Path
+    tensors: Mapping[str, StoredTensor]
+    """In the order in which they lie in the files."""
+    signature: str
+    """xxh3-128 over path, size, time and inode of each file, 32 hex digits: it changes when a file is replaced."""
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Raises as `stored_tensors`."""
+        tensors = stored_tensors(folder)
+        ordered = sorted(tensors.values(), key=lambda tensor: (str(tensor.file), tensor.begin))
+        return cls(folder, {tensor.name: tensor for tensor in ordered}, _signature(ordered))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def layout(self) -> str:
+        """xxh3-128 over names, dtypes and shapes: equal for checkpoints of one architecture."""
+        entries = sorted((tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors.values())
+        return xxhash.xxh3_128_hexdigest(json.dumps(entries).encode())
+
+    def check_unchanged(self) -> None:
+        """Raises TeacherError when a file was changed, replaced or cut short since the folder was opened."""
+        again = Checkpoint.open(self.folder)
+        if again.signature != self.signature:
+            raise TeacherError(
+                f"{self.folder}: its files changed since it was registered ({self.nbytes} bytes then, "
+                f"{again.nbytes} bytes now)",
+                why="scores before and after the change would come from two different teachers",
+                fix="put the files back and register it again, under another version if its weights are others",
+            )
+
+
+def read_into(tensor: StoredTensor, room: NDArray[np.uint8], *, file: int | None = None) -> None:
+    """Read the bytes of a tensor into `room`, of its size. `file`: a descriptor of its file that is open already.
+
+    Raises TeacherError, with the numbers, for a file that ends before the tensor does.
+    """
+    if file is None:
+        try:
+            file = os.open(tensor.file, os.O_RDONLY)
+        except OSError as error:
+            raise TeacherError(f"{tensor.file}: cannot be read: {error.strerror}", fix=_FIX) from error
+        try:
+            read_into(tensor, room, file=file)
+        finally:
+            os.close(file)
+        return
+    done = 0
+    while done < tensor.nbytes:
+        try:
+            count = os.preadv(file, [room[done : done + _READ_BYTES].data], tensor.begin + done)
+        except OSError as error:
+            raise TeacherError(f"{tensor.file}: cannot be read: {error.strerror}", fix=_FIX) from error
+        if not count:
+            raise TeacherError(
+                f"{tensor.file}: tensor {tensor.name!r} has {tensor.nbytes} bytes, the file ends after {done}", fix=_FIX
+            )
+        done += count
+
+
+def _signature(tensors: Sequence[StoredTensor]) -> str:
+    files = sorted({tensor.file for tensor in tensors})
+    try:
+        stats = [(str(file.resolve()), file.stat()) for file in files]
+    except OSError as error:
+        raise TeacherError(f"{error.filename}: cannot be read: {error.strerror}", fix=_FIX) from error
+    entries = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_dev) for name, stat in stats]
+    return xxhash.xxh3_128_hexdigest(json.dumps(entries).encode())
+
+
+def device_bytes(tensors: Iterable[StoredTensor], dtype: str | None) -> int:
+    """Most bytes that these tensors take on a device that holds floats as `dtype`: each begins at a multiple of 64."""
+    return sum(-(-tensor.nbytes_as(dtype) // ALIGNMENT) * ALIGNMENT for tensor in tensors)
 
 
 def tensor_checksums(folder: Path) -> dict[str, str]:
@@ -109,19 +204,22 @@ def _read_header(file: Path) -> Iterator[StoredTensor]:
             length = _header_length(file, stream.read(8), size)
             header: dict[str, Any] = json.loads(stream.read(length))
         header.pop("__metadata__", None)
-        entries = [(name, entry["dtype"], *map(int, entry["data_offsets"])) for name, entry in header.items()]
+        entries: list[tuple[str, str, tuple[int, ...], int, int]] = []
+        for name, entry in header.items():
+            begin, end = map(int, entry["data_offsets"])
+            entries.append((name, entry["dtype"], tuple(map(int, entry["shape"])), begin, end))
     except OSError as error:
         raise TeacherError(f"{file}: cannot be read: {error.strerror}", fix=_FIX) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TeacherError(f"{file}: its safetensors header is broken: {error}", fix=_FIX) from error
     start = 8 + length
-    expected = start + max((end for _, _, _, end in entries), default=0)
+    expected = start + max((entry[4] for entry in entries), default=0)
     if size != expected:
         raise TeacherError(
             f"{file}: expected {expected} bytes, found {size}", why="its header says how long the file is", fix=_FIX
         )
-    for name, dtype, begin, end in entries:
-        yield StoredTensor(name, dtype, file, start + begin, start + end)
+    for name, dtype, shape, begin, end in entries:
+        yield StoredTensor(name, dtype, file, start + begin, start + end, shape)
 
 
 def _header_length(file: Path, prefix: bytes, size: int) -> int:

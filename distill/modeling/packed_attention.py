@@ -4,7 +4,11 @@ Everything else in a decoder acts on each token alone, so only attention must kn
 taken apart into groups of similar length; within a group they stand side by side, padded on the right, and causal
 attention keeps real tokens from seeing the padding. Positions restart with each sample.
 
-Legend: S samples, T tokens of the row, G samples of a group, L its longest sample, H heads, D head size.
+A sample may continue another one of the row, its prefix: it sees all of that one's tokens before its own, and its
+positions go on from there. So a prompt that many responses share lies in the row once. Prefixes have no prefix.
+
+Legend: S samples, T tokens of the row, G samples of a group, L its longest sample, P tokens of its members' prefixes,
+K = P + L, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -50,62 +54,81 @@ class CannotPack(Exception):
 
 @dataclass(frozen=True)
 class Group:
-    """Samples of similar length, side by side."""
+    """Samples of similar length, with prefixes of the same length, side by side."""
 
     gather_GL: Tensor
     """Token of the row at each place; padding repeats the sample's first token, and is never read back."""
     real_GL: Tensor
     """Which places hold a token of a sample."""
-    samples: int
-    longest: int
+    keys_GK: Tensor
+    """Token of the row at each place that a member looks at: its prefix, then itself."""
     whole: bool
     """No padding: all are equally long."""
 
 
 class Layout:
-    """Where the samples of a packed row begin, and how attention groups them."""
+    """Where the samples of a packed row begin, and how attention groups them.
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+    `prefixes`: for each sample the index of the one that it continues, or -1.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device, prefixes: Sequence[int] = ()) -> None:
         self.lengths = tuple(lengths)
+        self.prefixes = tuple(prefixes) or (-1,) * len(self.lengths)
         self.device = device
 
     @property
     def tokens(self) -> int:
         return sum(self.lengths)
 
+    @property
+    def shares(self) -> bool:
+        """Some sample continues another."""
+        return any(prefix >= 0 for prefix in self.prefixes)
+
     @cached_property
     def equal(self) -> bool:
         """All samples are equally long: side by side they are a view of the row, without a copy."""
-        return len(set(self.lengths)) == 1
+        return len(set(self.lengths)) == 1 and not self.shares
+
+    @cached_property
+    def before(self) -> tuple[int, ...]:
+        """Tokens of each sample's prefix."""
+        return tuple(self.lengths[prefix] if prefix >= 0 else 0 for prefix in self.prefixes)
 
     @cached_property
     def position_ids(self) -> Tensor:
-        """(1, T), from 0 for each sample."""
-        positions = np.concatenate([np.arange(length, dtype=np.int64) for length in self.lengths])
+        """(1, T), from 0 for each sample, or from the end of its prefix."""
+        spans = zip(self.before, self.lengths, strict=True)
+        positions = np.concatenate([np.arange(before, before + length, dtype=np.int64) for before, length in spans])
         return torch.from_numpy(positions)[None].to(self.device)
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        starts = np.cumsum([0, *self.lengths[:-1]])
-        order = sorted(range(len(self.lengths)), key=lambda index: -self.lengths[index])
         groups: list[Group] = []
-        while order:
-            longest = self.lengths[order[0]]
-            count = sum(1 for index in order if longest <= GROUP_WASTE * self.lengths[index])
-            members, order = order[:count], order[count:]
-            places_1L = np.arange(longest)[None]
-            real_GL = places_1L < np.asarray([self.lengths[index] for index in members])[:, None]
-            gather_GL = starts[members][:, None] + np.where(real_GL, places_1L, 0)
-            groups.append(
-                Group(
-                    torch.from_numpy(gather_GL).to(self.device),
-                    torch.from_numpy(real_GL).to(self.device),
-                    len(members),
-                    longest,
-                    bool(real_GL.all()),
-                )
-            )
+        for before in sorted(set(self.before)):
+            alike = [index for index in range(len(self.lengths)) if self.before[index] == before]
+            order = sorted(alike, key=lambda index: -self.lengths[index])
+            while order:
+                longest = self.lengths[order[0]]
+                count = sum(1 for index in order if longest <= GROUP_WASTE * self.lengths[index])
+                members, order = order[:count], order[count:]
+                groups.append(self._group(members, longest, before))
         return tuple(groups)
+
+    def _group(self, members: Sequence[int], longest: int, before: int) -> Group:
+        starts = np.cumsum([0, *self.lengths[:-1]])
+        places_1L = np.arange(longest)[None]
+        real_GL = places_1L < np.asarray([self.lengths[index] for index in members])[:, None]
+        gather_GL = starts[members][:, None] + np.where(real_GL, places_1L, 0)
+        first_G = starts[[self.prefixes[index] for index in members]]  # of no meaning where `before` is 0
+        keys_GK = np.concatenate([first_G[:, None] + np.arange(before)[None], gather_GL], axis=1)
+        return Group(
+            torch.from_numpy(gather_GL).to(self.device),
+            torch.from_numpy(real_GL).to(self.device),
+            torch.from_numpy(keys_GK).to(self.device),
+            bool(real_GL.all()),
+        )
 
     @cached_property
     def restore(self) -> Tensor:
@@ -118,6 +141,8 @@ class Layout:
     @cached_property
     def model_inputs(self) -> dict[str, Any]:
         """What the model's forward gets beside the ids, whichever attention it has."""
+        if self.shares:  # which only `attend` knows
+            return {"position_ids": self.position_ids, LAYOUT: self}
         ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=self.device)
         limits = dict(zip(_LIMITS, (ends, ends, max(self.lengths), max(self.lengths)), strict=True))
         return {"position_ids": self.position_ids, LAYOUT: self, **limits}
@@ -147,48 +172,50 @@ def attend(
     rows = [tensor_1HTD[0].transpose(0, 1) for tensor_1HTD in (query_1HTD, key_1HTD, value_1HTD)]
     if layout.equal:
         beside = [row_THD.unflatten(0, (len(layout.lengths), -1)).transpose(1, 2) for row_THD in rows]
-        return _attend_group(module, beside, layout.lengths[0], dropout, scaling, options).flatten(0, 1)[None], None
+        return _attend_group(module, beside, dropout, scaling, options).flatten(0, 1)[None], None
     outputs: list[Tensor] = []
     for group in layout.groups:
-        apart = [
-            row_THD.index_select(0, group.gather_GL.flatten()).unflatten(0, group.gather_GL.shape).transpose(1, 2)
-            for row_THD in rows
-        ]
-        out_GLHD = _attend_group(module, apart, group.longest, dropout, scaling, options)
+        places = (group.gather_GL, group.keys_GK, group.keys_GK)
+        apart = [_apart(row_THD, places_GK) for row_THD, places_GK in zip(rows, places, strict=True)]
+        out_GLHD = _attend_group(module, apart, dropout, scaling, options)
         outputs.append(out_GLHD.flatten(0, 1) if group.whole else out_GLHD[group.real_GL])
     return torch.cat(outputs).index_select(0, layout.restore)[None], None
+
+
+def _apart(row_THD: Tensor, places_GK: Tensor) -> Tensor:
+    return row_THD.index_select(0, places_GK.flatten()).unflatten(0, places_GK.shape).transpose(1, 2)
 
 
 def _attend_group(
     module: torch.nn.Module,
     apart: Sequence[Tensor],
-    longest: int,
     dropout: float,
     scaling: float | None,
     options: Mapping[str, Any],
 ) -> Tensor:
-    query_GHLD, key_GHLD, value_GHLD = apart
+    query_GHLD, key_GHKD, value_GHKD = apart
+    longest, seen = query_GHLD.shape[2], key_GHKD.shape[2]
     window, softcap = options.get("sliding_window"), options.get("softcap")
-    mask_LL = None
-    if softcap is not None or (window is not None and longest > window):
-        places_L = torch.arange(longest, device=query_GHLD.device)
-        back_LL = places_L[:, None] - places_L[None, :]
-        mask_LL = (back_LL >= 0) & (back_LL < (window or longest))
+    mask_LK = None
+    if softcap is not None or seen > longest or (window is not None and seen > window):
+        places_K = torch.arange(seen, device=query_GHLD.device)
+        back_LK = places_K[seen - longest :, None] - places_K[None, :]
+        mask_LK = (back_LK >= 0) & (back_LK < (window or seen))
     if softcap is None:
-        mask = None if mask_LL is None else mask_LL[None, None]
+        mask = None if mask_LK is None else mask_LK[None, None]
         out_GLHD, _ = sdpa_attention_forward(
-            module, query_GHLD, key_GHLD, value_GHLD, mask, dropout=dropout, scaling=scaling, is_causal=mask is None
+            module, query_GHLD, key_GHKD, value_GHKD, mask, dropout=dropout, scaling=scaling, is_causal=mask is None
         )
         return out_GLHD
     # fused attention knows no cap on its scores
     groups = getattr(module, "num_key_value_groups", 1)
-    key_GHLD, value_GHLD = repeat_kv(key_GHLD, groups), repeat_kv(value_GHLD, groups)
+    key_GHKD, value_GHKD = repeat_kv(key_GHKD, groups), repeat_kv(value_GHKD, groups)
     scale = query_GHLD.shape[-1] ** -0.5 if scaling is None else scaling
-    scores_GHLL = softcap * torch.tanh(query_GHLD @ key_GHLD.transpose(-1, -2) * (scale / softcap))
-    assert mask_LL is not None
-    shares_GHLL = scores_GHLL.masked_fill(~mask_LL, -torch.inf).softmax(-1, dtype=torch.float32).to(query_GHLD.dtype)
-    shares_GHLL = torch.nn.functional.dropout(shares_GHLL, dropout, module.training)
-    return (shares_GHLL @ value_GHLD).transpose(1, 2)
+    scores_GHLK = softcap * torch.tanh(query_GHLD @ key_GHKD.transpose(-1, -2) * (scale / softcap))
+    assert mask_LK is not None
+    shares_GHLK = scores_GHLK.masked_fill(~mask_LK, -torch.inf).softmax(-1, dtype=torch.float32).to(query_GHLD.dtype)
+    shares_GHLK = torch.nn.functional.dropout(shares_GHLK, dropout, module.training)
+    return (shares_GHLK @ value_GHKD).transpose(1, 2)
 
 
 AttentionInterface.register(NAME, attend)
@@ -206,7 +233,7 @@ def pack(model: PreTrainedModel, vocab_size: int) -> str | None:
 
     Returns None, or why the model cannot be packed; then it is as before.
     """
-    reason = _built_otherwise(model)
+    reason = built_otherwise(model)
     if reason is not None:
         return reason
     before: Any = model.config._attn_implementation  # pyright: ignore[reportPrivateUsage]: it has no other name
@@ -224,8 +251,20 @@ def pack(model: PreTrainedModel, vocab_size: int) -> str | None:
     return reason
 
 
-def _built_otherwise(model: PreTrainedModel) -> str | None:
-    """What a few short samples would not show, above all in bfloat16: a state or a window along the row."""
+@torch.no_grad()
+def why_not(model: PreTrainedModel, vocab_size: int) -> str | None:
+    """Why `attend` does not give what the model gives for a few tokens alone, or None if it does. The model, which is
+    in its evaluation mode, stays as it is."""
+    before: Any = model.config._attn_implementation  # pyright: ignore[reportPrivateUsage]: it has no other name
+    try:
+        return built_otherwise(model) or _try(model, NAME, vocab_size)
+    finally:
+        model.set_attn_implementation(before)
+
+
+def built_otherwise(model: PreTrainedModel) -> str | None:
+    """Why the model cannot be packed, as far as its class and its config tell, or None. These are things that a few
+    short samples would not show, above all in bfloat16: a state or a window along the row."""
     kind: Any = type(model)
     if getattr(kind, "_is_stateful", False):
         return f"{kind.__name__} carries a state along the row"
