@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from distill import registry
+from distill.config.elsewhere import teachers_are_somewhere
 from distill.config.explain import Finding, Where, gather, nowhere
 from distill.config.models import DataConfig, RunConfig
 from distill.config.schema import KeyPath, dotted
@@ -124,12 +125,13 @@ def _weights_are_used(config: RunConfig) -> Iterator[Finding]:
 
 
 def _slots_fit_teachers(config: RunConfig) -> Iterator[Finding]:
-    slots, teachers = config.teacher_manager.slots, len(config.teachers)
-    if slots > teachers:
+    slots = config.teacher_manager.slots
+    teachers = sum(teacher.url is None for teacher in config.teachers.values())
+    if slots > max(teachers, 1):  # one that stays empty where all teachers are elsewhere is the default
         yield (
             ("teacher_manager", "slots"),
             f"teacher_manager.slots is {slots}, and the number of teachers only {teachers}",
-            f"a slot holds one teacher at a time: set it to {teachers} or less",
+            f"a slot holds one teacher at a time: set it to {max(teachers, 1)} or less",
         )
 
 
@@ -423,6 +425,7 @@ CHECKS: tuple[Callable[[RunConfig], Iterable[Finding]], ...] = (
     _teachers_in_data_exist,
     _every_teacher_has_work,
     _weights_are_used,
+    teachers_are_somewhere,
     _slots_fit_teachers,
     _attached_servers_are_named,
     _ports_exist,

@@ -28,9 +28,10 @@ PATTERNS = {
     r"^(auto|cpu|cuda(:\d{1,3})?)$": "auto, cpu, cuda or cuda:N",
     r"^\w[\w.-]*$": "a name of letters, digits, '_', '.' and '-' that begins with neither a dot nor a dash",
     r"^[\w.:-]+$": "the address or the name of a host",
+    r"^[A-Z_][A-Z0-9_]*$": "the name of an environment variable, in capitals",
 }
 """What the patterns of texts mean, for people."""
-_DEVICE, _NAME, _HOST = PATTERNS
+_DEVICE, _NAME, _HOST, _VARIABLE = PATTERNS
 _NAME_BYTES, _PATH_BYTES = 255, 4095
 """The longest file name and path of Linux (limits.h: NAME_MAX, PATH_MAX)."""
 
@@ -167,7 +168,7 @@ class StudentConfig(_Section):
 
 
 class TeacherConfig(_Section):
-    model: FilePath = Field(description="Hugging Face folder")
+    model: FilePath | None = Field(default=None, description="Hugging Face folder")
     weight: float = Field(
         default=1.0, gt=0, le=1e6, description="weight of its divergence where data name it without a weight"
     )
@@ -178,6 +179,26 @@ class TeacherConfig(_Section):
         description="bytes: its tokenizer is not the student's, and the two are compared on the byte spans that both "
         "spell; needs objective=span_kl",
     )
+    url: Text | None = Field(
+        default=None,
+        description="instead of model: a server elsewhere that serves this teacher, https://host:port; it takes no "
+        "slot, and `tokenizer` has to say which folder holds its tokenizer",
+    )
+    api: Literal["sglang", "openai"] = Field(
+        default="sglang",
+        description="with url: what the server speaks, SGLang's native API or the OpenAI completions API with "
+        "prompt_logprobs, as vLLM has it",
+    )
+    remote_model: Text | None = Field(
+        default=None,
+        description="with api=openai: the model's name on the server; default: the only one that it serves",
+    )
+    api_key_env: str | None = Field(
+        default=None,
+        pattern=_VARIABLE,
+        description="with url: the environment variable that holds the server's key; default: none is sent",
+    )
+    concurrency: Processes = Field(default=8, description="with url: requests under way on the server at one time")
 
 
 class DataConfig(_Section):
@@ -245,6 +266,12 @@ class TeacherManagerConfig(_Section):
     )
     canary_atol: float = Field(
         default=1e-4, gt=0, le=1e3, description="largest change of the canary's log-probabilities"
+    )
+    remote_canary_atol: float = Field(
+        default=0.05,
+        gt=0,
+        le=1e3,
+        description="largest change, in nats, of the canary of a teacher with a url: the median of its tokens",
     )
     timeout_s: Seconds = Field(default=600.0, description="longest wait for one scoring request")
     max_tries: Positive = Field(default=5, description="times a sample is sent to its teacher before it has failed")

@@ -24,7 +24,7 @@ FIXED: Table = {
     "run": ("seed",),
     "student": ("backend", "model", "tokenizer", "dtype", "ema_decay", "optimizer"),
     "student.lora": ("r", "alpha", "dropout", "targets"),
-    "teachers.*": ("model", "weight", "base", "tokenizer", "alignment"),
+    "teachers.*": ("model", "weight", "base", "tokenizer", "alignment", "remote_model"),
     "data.*": _ROWS,
     "objective": ("*",),
     "rollout": ("samples_per_prompt", "max_new_tokens", "temperature", "top_p", "top_k"),
@@ -45,10 +45,12 @@ FREE: Table = {
         *("device", "threads", "ranks", "parallel"),
     ),
     "student.lora": ("export",),
+    # where a teacher is served; that it is the same one is seen from its canary
+    "teachers.*": ("url", "api", "api_key_env", "concurrency"),
     "rollout": ("servers", "epochs", "requests_per_call", "timeout_s", "max_tries"),
     "teacher_manager": (
         *("slots", "slot_gb", "scheduler", "call_tokens", "deadline_s", "on_teacher_failure", "canary_atol"),
-        *("host_gb", "host_differences", "timeout_s", "max_tries"),
+        *("host_gb", "host_differences", "remote_canary_atol", "timeout_s", "max_tries"),
     ),
     "server": (
         *("program", "device", "host", "port", "context_length", "max_batch_size", "threads", "args", "python"),

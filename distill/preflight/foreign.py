@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distill.config import RunConfig
+from distill.config.models import INT32
 from distill.errors import ConfigError
 from distill.preflight.data import Prompts, answer_length, check_length
 from distill.preflight.folder import ModelFolder
@@ -54,16 +56,26 @@ def make_translations(
     student = Spelling.read(vocabularies.student.tokenizer, vocabularies.end_ids, "student")
     found: dict[str, Translation] = {}
     for name, vocabulary in vocabularies.foreign.items():
-        model = models.teachers[name].model
+        folder, room = _folder_and_room(config, models, name)
         found[name] = Translation(
             teacher=name,
             student=student,
-            spelling=Spelling.read(vocabulary.tokenizer, end_ids(model.path, vocabulary), f"teachers.{name}"),
-            prompts=_prompts(config, name, vocabulary, prompts, _room(config, model)),
-            context_length=_room(config, model),
+            spelling=Spelling.read(vocabulary.tokenizer, end_ids(folder, vocabulary), f"teachers.{name}"),
+            prompts=_prompts(config, name, vocabulary, prompts, room),
+            context_length=room,
             student_context_length=_room(config, models.student),
         )
     return found
+
+
+def _folder_and_room(config: RunConfig, models: Models, teacher: str) -> tuple[Path, int]:
+    """The folder that names its end tokens, and how many tokens it can score."""
+    if teacher not in models.elsewhere:
+        model = models.teachers[teacher].model
+        return model.path, _room(config, model)
+    place = models.elsewhere[teacher]
+    # a server that scores has to write a token behind; one that does not tell its limit refuses what is too long
+    return place.tokenizer, INT32 if place.context_length is None else place.context_length - 1
 
 
 def _room(config: RunConfig, model: ModelFolder) -> int:
@@ -86,7 +98,8 @@ def _prompts(
             continue
         rows = [row for row, _ in pairs]
         encoded = [encode(row, vocabulary.tokenizer, f"teachers.{name}'s") for row in rows]
-        tightest = f"teachers.{name}.model, as its own tokenizer counts"
+        source = f"teachers.{name}.{'model' if config.teachers[name].url is None else 'url'}"
+        tightest = f"{source}, as its own tokenizer counts"
         check_length(rows, encoded, new_tokens, setting, context_length, tightest)
         for (_, ids), own in zip(pairs, encoded, strict=True):
             found.setdefault(prompt_key(ids), own)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from distill.config import RunConfig, TeacherConfig
@@ -16,6 +16,7 @@ from distill.preflight.foreign import check_alignment, make_translations
 from distill.preflight.lora import check_targets
 from distill.preflight.parts import check_parts
 from distill.preflight.programs import check_loss_kernel, check_programs
+from distill.preflight.remote import TeacherElsewhere, look_at_servers, notes_on, teacher_elsewhere
 from distill.preflight.vocabulary import (
     Vocabularies,
     Vocabulary,
@@ -57,7 +58,9 @@ class Models:
     tightest: str
     """Which setting that limit comes from."""
     slot_bytes: int
-    """Byte budget of a slot."""
+    """Byte budget of a slot; 0 where no teacher needs one."""
+    elsewhere: Mapping[str, TeacherElsewhere] = field(default_factory=dict[str, TeacherElsewhere])
+    """The teachers that are no folders."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,10 @@ def inspect(config: RunConfig) -> Preflight:
     vocabulary = vocabularies.student
     notes += vocabularies.notes
     notes += [note for model, size in heads(models, vocabularies) if (note := check_rows(model, size))]
-    prompts = inspect_prompts(config, models, vocabulary)
     objective = inspect_objective(config, vocabularies)
+    models = inspect_servers(config, models, vocabularies, objective)
+    notes += notes_on(config, models.elsewhere)
+    prompts = inspect_prompts(config, models, vocabulary)
     note = check_loss_kernel(config, objective)
     notes += [note] if note else []
     translations = make_translations(config, models, vocabularies, prompts)
@@ -115,7 +120,7 @@ def inspect(config: RunConfig) -> Preflight:
         models=models,
         vocabulary=vocabulary,
         vocab_size=vocabulary.size,
-        teacher_vocab_sizes={name: vocabularies.of(name).size for name in models.teachers},
+        teacher_vocab_sizes={name: vocabularies.of(name).size for name in config.teachers},
         translations=translations,
         end_ids=vocabularies.end_ids,
         prompts=prompts,
@@ -153,7 +158,11 @@ def inspect_models(config: RunConfig) -> Models:
     if config.student.lora is not None and config.student.backend == "hf":
         check_targets(config.student.lora, student)
     itemsize = ITEMSIZE[config.server.dtype]
-    teachers = {name: _teacher(name, teacher, itemsize) for name, teacher in config.teachers.items()}
+    teachers = {
+        name: _teacher(name, teacher.model, teacher, itemsize)
+        for name, teacher in config.teachers.items()
+        if teacher.model is not None
+    }
     limits = {model.role: model.context_length for model in (student, *(each.model for each in teachers.values()))}
     tightest = min(limits, key=lambda role: limits[role])
     context = limits[tightest]
@@ -171,7 +180,24 @@ def inspect_models(config: RunConfig) -> Models:
         context_length=context,
         tightest=tightest,
         slot_bytes=_slot_budget(config, teachers),
+        elsewhere={
+            name: teacher_elsewhere(name, teacher)
+            for name, teacher in config.teachers.items()
+            if teacher.url is not None
+        },
     )
+
+
+def inspect_servers(config: RunConfig, models: Models, vocabularies: Vocabularies, objective: Objective) -> Models:
+    """`models` with what the servers of teachers elsewhere say of themselves, once each has been asked."""
+    rooms = look_at_servers(config, models.elsewhere, vocabularies, objective.spec)
+    places = {name: replace(place, context_length=rooms[name]) for name, place in models.elsewhere.items()}
+    # a server that scores has to write a token behind
+    limits = [(room - 1, name) for name, room in rooms.items() if room is not None and not places[name].foreign]
+    context, tightest = models.context_length, models.tightest
+    if limits and min(limits)[0] < context:
+        context, tightest = min(limits)[0], f"teachers.{min(limits)[1]}.url"
+    return replace(models, elsewhere=places, context_length=context, tightest=tightest)
 
 
 def inspect_vocabularies(models: Models) -> Vocabularies:
@@ -186,14 +212,15 @@ def inspect_vocabularies(models: Models) -> Vocabularies:
         )
     notes: list[str] = []
     foreign: dict[str, Vocabulary] = {}
-    for name, teacher in models.teachers.items():
+    for name, teacher in {**models.teachers, **models.elsewhere}.items():
         role = f"teachers.{name}"
+        folder = teacher.model.path if isinstance(teacher, TeacherFolder) else teacher.tokenizer
         if teacher.foreign:
             foreign[name] = load_foreign(vocabulary, teacher.tokenizer, role)
-            notes += foreign_notes(foreign[name], end_ids(teacher.model.path, foreign[name]), role)
+            notes += foreign_notes(foreign[name], end_ids(folder, foreign[name]), role)
             continue
         own = check_same(vocabulary, models.student_tokenizer, teacher.tokenizer, role)
-        note = check_ends(vocabulary, ends, end_ids(teacher.model.path, own), role, models.student.path)
+        note = check_ends(vocabulary, ends, end_ids(folder, own), role, models.student.path)
         notes += [note] if note else []
     return Vocabularies(vocabulary, ends, foreign, tuple(notes))
 
@@ -237,9 +264,9 @@ def heads(models: Models, vocabularies: Vocabularies) -> list[tuple[ModelFolder,
     return [(models.student, vocabularies.student.size), *teachers]
 
 
-def _teacher(name: str, teacher: TeacherConfig, itemsize: int) -> TeacherFolder:
+def _teacher(name: str, model_folder: Path, teacher: TeacherConfig, itemsize: int) -> TeacherFolder:
     role = f"teachers.{name}"
-    folder = existing_folder(teacher.model, f"{role}.model")
+    folder = existing_folder(model_folder, f"{role}.model")
     if teacher.base is not None or not (folder / "config.json").is_file():
         _refuse_adapter(folder, teacher.base, role)
     model = inspect_folder(folder, f"{role}.model", TeacherError)
@@ -272,6 +299,8 @@ def _refuse_adapter(folder: Path, base: Path | None, role: str) -> None:
 
 
 def _slot_budget(config: RunConfig, teachers: Mapping[str, TeacherFolder]) -> int:
+    if not teachers:
+        return 0
     largest = max(teachers.values(), key=lambda teacher: teacher.slot_bytes)
     slot_gb = config.teacher_manager.slot_gb
     if slot_gb is None:

@@ -167,10 +167,11 @@ def check_rows(model: ModelFolder, size: int) -> str | None:
 def end_ids(model: Path, vocabulary: Vocabulary) -> tuple[int, ...]:
     """The ids that end an answer: the tokenizer's, and those that transformers would stop at.
 
-    These are in generation_config.json, or in config.json where there is none.
+    These are in generation_config.json, or in config.json where there is none. The folder of a teacher elsewhere may
+    hold a tokenizer and nothing else.
     """
-    generation = model / "generation_config.json"
-    declared = read_json(generation if generation.is_file() else model / "config.json", str(model)).get("eos_token_id")
+    files = [model / name for name in ("generation_config.json", "config.json")]
+    declared = next((read_json(file, str(model)).get("eos_token_id") for file in files if file.is_file()), None)
     values = [vocabulary.tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
     return tuple(sorted({value for value in values if isinstance(value, int) and 0 <= value < vocabulary.size}))
 
