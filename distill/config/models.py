@@ -241,13 +241,13 @@ class TeacherManagerConfig(_Section):
         default=0.0,
         ge=0,
         le=1e6,
-        description="host memory for teachers that wait, of all slots of a machine together, GB = 1e9; 0: none, they are "
-        "read from disk, which the page cache may hold",
+        description="host memory for teachers that wait, of all slots of a machine together, GB = 1e9; 0: none, they "
+        "are read from disk, which the page cache may hold",
     )
     host_differences: bool = Field(
         default=False,
-        description="keep teachers of one architecture in host memory as differences from the first: less memory, slower "
-        "copies",
+        description="keep teachers of one architecture in host memory as differences from the first: less memory, "
+        "slower copies",
     )
     scheduler: str = Field(
         default="index",

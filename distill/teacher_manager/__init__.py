@@ -7,8 +7,9 @@ student's.
 from distill.teacher_manager.catalogue import CPU, CUDA, Catalogue, Rates
 from distill.teacher_manager.driver import RunPolicy
 from distill.teacher_manager.gate import CanaryStore
-from distill.teacher_manager.manager import EventSink, SpanSink, TeacherManager
+from distill.teacher_manager.manager import TeacherManager
 from distill.teacher_manager.slot import Slot
+from distill.teacher_manager.spans import EventSink, SpanSink
 from distill.teacher_manager.spelling import Spelling
 from distill.teacher_manager.teachers import Teacher
 from distill.teacher_manager.translation import Translation

@@ -9,18 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from distill.config import TeacherManagerConfig
 from distill.errors import ServerError, TeacherDropped, TeacherError
+from distill.teacher_manager.spans import EventSink
 from distill.teacher_manager.work import Work
 
 _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 60.0
-
-
-class EventSink(Protocol):
-    def __call__(self, level: str, message: str, /) -> None: ...
 
 
 class Failures:
@@ -37,6 +34,15 @@ class Failures:
         self._waits: dict[int, asyncio.TimerHandle] = {}
         self._dropped = Counter[str]()
 
+    @property
+    def stops(self) -> bool:
+        """A teacher that cannot be served ends the run."""
+        return self._rule == "stop"
+
+    @property
+    def waits(self) -> bool:
+        return self._rule == "wait"
+
     def is_out(self, item: int) -> bool:
         return item in self._out
 
@@ -45,7 +51,7 @@ class Failures:
         error = self._out.get(work.item)
         if error is None:
             return False
-        if self._rule == "wait":
+        if self.waits:
             self._parked[work.item].append(work)
         else:
             self.fail(work, error)
@@ -54,7 +60,7 @@ class Failures:
     def out(self, item: int, error: TeacherError, works: Sequence[Work], *, again: Callable[[Work], None]) -> None:
         """The item cannot be served. `works` wait for it; with `wait` they go to `again` after the pause."""
         self._out[item] = error
-        if self._rule != "wait":
+        if not self.waits:
             for work in works:
                 self.fail(work, error)
             return
@@ -70,7 +76,7 @@ class Failures:
                 work.alone = True  # the next error tells whose fault it is
         for work in works:
             work.tries += 1
-            if work.tries < self._max_tries or self._rule == "wait":
+            if work.tries < self._max_tries or self.waits:
                 continue
             what = f"teacher {work.teacher}: {work.name} failed {work.tries} times, last: {error.what}"
             why, fix = error.why or "its server keeps failing", error.fix or "look at logs/ in the run's folder"

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from distill.config import TeacherManagerConfig
 from distill.errors import ServerError, TeacherDropped, TeacherError
@@ -22,28 +22,20 @@ from distill.protocols import TeacherCaps, TeacherFigures, WeightCosts
 from distill.teacher_manager.barrier import Barrier
 from distill.teacher_manager.catalogue import CPU, Catalogue, Rates
 from distill.teacher_manager.driver import Driver, RunPolicy, Served
+from distill.teacher_manager.elsewhere import Elsewhere
 from distill.teacher_manager.failures import Failures
 from distill.teacher_manager.gate import CanaryStore, Gate
 from distill.teacher_manager.pace import Pace
+from distill.teacher_manager.remote import RemoteTeacher
 from distill.teacher_manager.slot import ACTIVATIONS, Slot
+from distill.teacher_manager.spans import EventSink, SpanSink
+from distill.teacher_manager.stall import SlotTimes
 from distill.teacher_manager.timeline.case import Job, System
 from distill.teacher_manager.translation import Question, Translation, questions
-from distill.teacher_manager.work import Work, batches, cost_of_prompt, in_order
+from distill.teacher_manager.work import ELSEWHERE, Work, batches, cost_of_prompt, in_order, settle
 from distill.types import GenerateRequest, Generation, Sample, ScoredSample, ScoreRequest, Signal, SignalSpec
 
 _NEVER_NS = 2**62
-
-
-class SpanSink(Protocol):
-    """Takes what took time. `kind` is swap, score or eval; times are of time.monotonic; `amount` is bytes or tokens."""
-
-    def __call__(self, kind: str, start: float, end: float, label: str, amount: int, /) -> None: ...
-
-
-class EventSink(Protocol):
-    """Takes a line for the person who runs it: (level, message)."""
-
-    def __call__(self, level: str, message: str, /) -> None: ...
 
 
 class TeacherManager:
@@ -62,11 +54,13 @@ class TeacherManager:
         on_span: SpanSink,
         on_event: EventSink,
         translations: Mapping[str, Translation] = MappingProxyType({}),
+        remotes: Mapping[str, RemoteTeacher] = MappingProxyType({}),
         batch_size: int = 1,
         rates: Rates = CPU,
         barrier: bool = False,
     ) -> None:
-        """`translations`: for each teacher that has another tokenizer than the student. `batch_size`: samples that one
+        """`translations`: for each teacher that has another tokenizer than the student. `remotes`: teachers that are
+        served elsewhere, in no slot and not in the catalogue. `batch_size`: samples that one
         step of the student learns from. With `barrier` what is computed together depends on the samples alone."""
         self._catalogue = catalogue
         self._slots = list(slots)
@@ -81,6 +75,8 @@ class TeacherManager:
         self._rates = rates
         self._barrier = Barrier() if barrier else None
         self._failures = Failures(config, on_event)
+        self._elsewhere = Elsewhere(remotes, spec, self._failures, on_span)
+        self._names = (*catalogue.teachers, *remotes)
         self._pace = Pace(batch_size, config.deadline_s)
         self._ids = itertools.count()
         self._announced: defaultdict[str, dict[str, int]] = defaultdict(dict)
@@ -108,6 +104,9 @@ class TeacherManager:
     async def start(self) -> None:
         """Make every teacher known to every slot, and begin. Raises ServerError when a slot cannot be reached, and
         TeacherError for a teacher that no slot has room for."""
+        await self._elsewhere.start()
+        if not self._slots:
+            return
         opened = await asyncio.gather(
             *(slot.open(self._catalogue.sources, self._config.timeout_s) for slot in self._slots)
         )
@@ -137,6 +136,8 @@ class TeacherManager:
     def announce(self, sample_id: str, teachers: Sequence[str], expected_tokens: int) -> None:
         """A rollout starts: these teachers will be asked for it."""
         for teacher in teachers:
+            if teacher in self._elsewhere.teachers:
+                continue
             rollout, item = next(self._ids), self._catalogue.item_of[teacher]
             self._announced[sample_id][teacher] = rollout
             if self._barrier is not None:
@@ -196,20 +197,20 @@ class TeacherManager:
 
     def queue_ages(self) -> Mapping[str, float]:
         now = time.monotonic()
-        ages = dict.fromkeys(self._catalogue.teachers, 0.0)
+        ages = dict.fromkeys(self._names, 0.0)
         for work in self._works:
             ages[work.teacher] = max(ages[work.teacher], now - work.since)
         return ages
 
     def swap_counts(self) -> Mapping[str, int]:
-        return {name: self._swaps[name] for name in self._catalogue.teachers}
+        return {name: self._swaps[name] for name in self._names}
 
     def token_counts(self) -> Mapping[str, int]:
         """Teacher -> tokens that it scored, prompts included."""
-        return {name: self._tokens[name] for name in self._catalogue.teachers}
+        return {name: self._tokens[name] for name in self._names}
 
     def figures(self) -> TeacherFigures:
-        times = self._ready_driver.stall.times(time.monotonic())
+        times = SlotTimes() if self._driver is None else self._driver.stall.times(time.monotonic())
         return TeacherFigures(
             loads=sum(self._swaps.values()),
             load_bytes=self._loaded_bytes,
@@ -226,6 +227,7 @@ class TeacherManager:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
         self._failures.close()
+        await self._elsewhere.close()
         for work in self._works:
             work.future.cancel()
         for slot in self._slots:
@@ -248,14 +250,16 @@ class TeacherManager:
         score: ScoreRequest | None = None,
         prompts: Sequence[GenerateRequest] = (),
     ) -> Work:
-        item = self._catalogue.item_of[teacher]
-        if score is not None:
+        item = self._catalogue.item_of.get(teacher, ELSEWHERE)
+        if score is not None and item != ELSEWHERE:
             score = replace(score, teacher=self._catalogue.items[item].files.name)
         work = Work(teacher, item, sample, tokens, ordinal, time.monotonic(), score, prompts)
         work.rollout = self._announced[sample].get(teacher) if score is not None else None
         self._works.add(work)
         work.future.add_done_callback(lambda _: self._works.discard(work))
-        if self._fault is not None:
+        if item == ELSEWHERE:
+            self._elsewhere.ask(work)
+        elif self._fault is not None:
             work.future.set_exception(self._fault)
         elif not self._failures.take(work):
             self._send(work)
@@ -413,7 +417,7 @@ class TeacherManager:
             for work in call:
                 work.alone = True
             if at_fault.doubted:
-                _settle(at_fault, error)
+                settle(at_fault, error)
                 return ""
             at_fault.doubted = True
             self.event("warning", f"{slot.name}: scores are refused, and asked for once more: {error.what}")
@@ -433,14 +437,14 @@ class TeacherManager:
                 replies = await slot.score(requests, self._spec, self._config.timeout_s)
             self._account(call, start)
             for work, scores in zip(call, replies, strict=True):
-                _settle(work, scores)
+                settle(work, scores)
             return
         (work,) = call
         written: list[Generation] = []
         for prompts in batches(work.prompts, cost_of_prompt, self._config.call_tokens):
             written += await slot.generate(files, prompts, self._config.timeout_s)
         self._span("eval", start, time.monotonic(), work.teacher, sum(len(each.output_ids) for each in written))
-        _settle(work, written)
+        settle(work, written)
 
     def _account(self, call: Sequence[Work], start: float) -> None:
         """The tokens of each teacher; the time of a call that several share is split by tokens."""
@@ -466,13 +470,4 @@ class TeacherManager:
         self._fault = task.exception()
         assert self._fault is not None, "the driver returned"
         for work in list(self._works):
-            _settle(work, self._fault)
-
-
-def _settle(work: Work, result: Any) -> None:
-    if work.future.done():  # whoever asked may have gone away meanwhile
-        return
-    if isinstance(result, BaseException):
-        work.future.set_exception(result)
-    else:
-        work.future.set_result(result)
+            settle(work, self._fault)

@@ -11,18 +11,12 @@ from distill.teacher_manager.timeline.fleet import Fleet
 class SlotTimes:
     """Seconds, summed over the slots."""
 
-    busy_s: float
+    busy_s: float = 0.0
     """On a visit."""
-    stalled_s: float
+    stalled_s: float = 0.0
     """On no visit while a job waited, as `timeline.metrics` counts it for a schedule."""
-    idle_s: float
+    idle_s: float = 0.0
     """Nothing waited."""
-
-    @property
-    def stall_share(self) -> float:
-        """Of the time in which there was something to do; 0 before anything was."""
-        wanted = self.busy_s + self.stalled_s
-        return self.stalled_s / wanted if wanted else 0.0
 
 
 class Stall:

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 from distill.types import GenerateRequest, ScoreRequest
 
 T = TypeVar("T")
+ELSEWHERE = -1
+"""The item of a teacher that is in no slot."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +53,15 @@ class Work:
     def name(self) -> str:
         """For a message."""
         return f"a call of {len(self.prompts)} prompts to answer" if self.prompts else self.sample
+
+
+def settle(work: Work, result: Any) -> None:
+    if work.future.done():  # whoever asked may have gone away meanwhile
+        return
+    if isinstance(result, BaseException):
+        work.future.set_exception(result)
+    else:
+        work.future.set_result(result)
 
 
 def in_order(works: Iterable[Work]) -> list[Work]:
