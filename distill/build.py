@@ -138,6 +138,8 @@ class _Run:
             )
             async with self._parts() as parts:
                 observer.event("info", "all processes are up")
+                if self._checked.full_rows.why:
+                    observer.event("info", self._checked.full_rows.why)
                 await loop.run(parts, self._plan(), self._stop.event)
                 await parts.student.export(export)
                 if self._config.student.ema_decay is not None:
@@ -240,6 +242,7 @@ class _Run:
                 "vocab_size": self._checked.vocab_size,
                 "run_key": self._key,
                 "threads": config.student.threads,
+                "teacher_heads": self._checked.full_rows.heads or None,
             },
             ranks=config.student.ranks,
             fix=RESUME,
@@ -316,12 +319,13 @@ class _Run:
                     teacher.model,
                     server_dtype=self._config.server.dtype,
                     vocab_size=self._checked.teacher_vocab_sizes[name],
+                    temperature=teacher.temperature,
                 )
                 for name, teacher in self._config.teachers.items()
             ],
             [Slot(server.name, server.locate, self._connect, self._checked.models.slot_bytes) for server in servers],
             scheduler,
-            objective.spec,
+            self._checked.full_rows.asked(objective.spec),
             config,
             vocab_size=self._checked.vocab_size,
             canaries=CanaryStore(self._folder / "canaries.json"),
@@ -334,7 +338,8 @@ class _Run:
 
     def _connect(self, address: ServerAddress) -> ServerClient:
         longest = max(self._config.rollout.timeout_s, self._config.teacher_manager.timeout_s)
-        return ServerClient(address.url, name=address.name, timeout_s=longest)
+        half = self._config.teacher_manager.topk_dtype == "float16"
+        return ServerClient(address.url, name=address.name, timeout_s=longest, half=half)
 
     def _evaluator(self) -> Evaluator:
         config = self._config

@@ -78,6 +78,104 @@ class ModelServer(Protocol):
     async def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """One weight object for teacher servers: a whole model, or a LoRA adapter over another object."""
+
+    name: str
+    """What servers call it: a teacher's name, or that of a base that adapters share."""
+    folder: Path
+    version: str
+    """Label of exactly these weights: replies that were computed with them carry it."""
+    vocab_size: int | None = None
+    """Log-probabilities are over ids below it; None: as config.json says."""
+    base: str | None = None
+    """Of an adapter: the name of the object that it belongs to."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCosts:
+    """What an object takes on a server. Bytes are exact."""
+
+    bytes: int
+    """On the device while it is resident, in the dtype that the server holds."""
+    layers: int
+    total_params: int
+    active_params: int
+    """Parameters that one token passes through: fewer than `total_params` in a mixture of experts."""
+    stream_bytes: int | None
+    """On the device while a batch is streamed through it; None: this server cannot stream it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A copy into a slot that has ended."""
+
+    seconds: float
+    from_disk: bool
+    """Host memory did not hold it."""
+    checksums: Mapping[str, str]
+    """Tensor name in the file -> xxh3-64 of the bytes that were copied, as in `TeacherServer.checksums`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLedger:
+    """Bytes of one slot, and of the host memory that it shares with the other slots of its machine."""
+
+    budget_bytes: int
+    used_bytes: int
+    """Residents, copies under way and stream buffers."""
+    peak_bytes: int
+    residents: Mapping[str, int]
+    """Object -> bytes."""
+    host_budget_bytes: int
+    host_bytes: int
+
+
+class TeacherServer(Protocol):
+    """A client of one slot: a device with a byte budget on which several teachers can be resident, one be copied while
+    others score, and one be streamed layer by layer without ever being resident.
+
+    Objects are registered once for each incarnation of the server; what is not registered is unknown. Every call has a
+    deadline. Raises ServerError when the server cannot be reached, refuses or answers wrongly, TeacherError for weights
+    or scores that cannot be right.
+    """
+
+    @property
+    def holds_one(self) -> bool:
+        """The program serves one model at a time: a load replaces it, and nothing is copied while it scores."""
+        ...
+
+    async def info(self) -> ServerInfo: ...
+    async def register(self, source: WeightSource) -> WeightCosts:
+        """Make the object known; nothing of its weights is read. Registering the same source again changes nothing."""
+        ...
+
+    async def load(self, name: str) -> Loaded:
+        """Copy a registered object into the slot; an adapter's base has to be resident. Scoring goes on meanwhile.
+        Raises EnvironmentFault, and leaves everything as it was, where it does not fit into what is free."""
+        ...
+
+    async def release(self, name: str) -> None:
+        """Give up a resident object. Raises ServerError while requests use it."""
+        ...
+
+    async def checksums(self, name: str) -> dict[str, str]:
+        """Tensor name -> xxh3-64 of its bytes on the device, 16 hex digits; as `ModelServer.checksums`."""
+        ...
+
+    async def score(
+        self, requests: Sequence[ScoreRequest], spec: SignalSpec, *, stream: bool = False
+    ) -> list[TeacherScores]:
+        """Each request is scored by the object that it names (`ScoreRequest.teacher`): adapters of one base may share a
+        call. With `stream` all name the same object, which need not be resident."""
+        ...
+
+    async def generate(self, requests: Sequence[GenerateRequest], teacher: str) -> list[Generation]: ...
+    async def ledger(self) -> SlotLedger: ...
+    async def close(self) -> None: ...
+
+
 class ServerHost(Protocol):
     """Starts a model server, watches it and starts it again when it dies. One lives in each server's Ray actor."""
 
@@ -199,6 +297,18 @@ class RankPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadFolder:
+    """Where the student finds the head of a teacher whose full rows come as hidden states."""
+
+    folder: Path
+    """The teacher's own; of an adapter that leaves the head alone, its base's."""
+    dtype: str
+    """What the teacher's server holds: float32, bfloat16 or float16."""
+    temperature: float = 1.0
+    """What the teacher's logits are divided by."""
+
+
+@dataclass(frozen=True, slots=True)
 class WeightShard:
     """A box of one weight. The boxes of all ranks together hold every element of every weight exactly once."""
 
@@ -218,7 +328,8 @@ class WeightShard:
 
 class StudentBackend(Protocol):
     """Trains the student. Built by `cls(config.student, seed=..., total_steps=..., vocab_size=..., rules=objective)`,
-    where `rules` is the run's `ObjectiveConfig`.
+    where `rules` is the run's `ObjectiveConfig`; with `teacher_heads={teacher: HeadFolder}` too where full rows come as
+    hidden states, which is so for the backend hf only.
 
     With several ranks each is a process with a backend of its own, and every method below is called on all of them with
     the same arguments: they work, and fail, together.

@@ -178,6 +178,12 @@ class TeacherConfig(_Section):
         description="bytes: its tokenizer is not the student's, and the two are compared on the byte spans that both "
         "spell; needs objective=span_kl",
     )
+    temperature: float = Field(
+        default=1.0,
+        ge=0.01,
+        le=100,
+        description="its logits are divided by it before they are compared; other than 1 needs the embedded server",
+    )
 
 
 class DataConfig(_Section):
@@ -223,6 +229,16 @@ class TeacherManagerConfig(_Section):
         default=65536, description="tokens a teacher scores before another gets its turn"
     )
     call_tokens: Positive = Field(default=16384, description="tokens one scoring request carries")
+    topk_dtype: Literal["float16", "float32"] = Field(
+        default="float16",
+        description="of the log-probabilities of top-k rows on their way from the embedded server; the sampled token's "
+        "and the tail are float32 always",
+    )
+    full_rows: Literal["auto", "hidden", "rows"] = Field(
+        default="auto",
+        description="how whole rows of the vocabulary travel: rows, or hidden states from which the student makes them "
+        "with the teacher's head; auto: whichever is fewer bytes, where hidden states can be had",
+    )
     hold_s: float = Field(
         default=0.05,
         ge=0,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import aiohttp
@@ -23,6 +24,7 @@ from distill.serving.describe import EMBEDDED, describe_server
 from distill.serving.generations import parse_generations
 from distill.serving.packed import parse_packed
 from distill.serving.replies import Asked, Scores, parse_scores, score_error
+from distill.serving.reply_files import HEADER, LEAST_BYTES, LostReplyError, ReplyFile, ReplyFolder
 from distill.serving.scoring import Piece, asked_for, calls_of_pieces, joined, json_body, packed_body, teacher_scores
 from distill.serving.wire import ServerAtFault
 from distill.types import GenerateRequest, Generation, Ids, ScoreRequest, Signal, SignalSpec, TeacherScores
@@ -38,12 +40,15 @@ QUICK_S = 30.0
 class ServerClient:
     """Implements `ModelServer`. One HTTP session; use and close it in one event loop.
 
-    `name` is what errors call the server; `timeout_s` is the deadline of each call that computes or loads.
+    `name` is what errors call the server; `timeout_s` is the deadline of each call that computes or loads. `half`: the
+    log-probabilities of top-k rows travel as float16, where the server has packed replies.
     """
 
-    def __init__(self, url: str, *, name: str = "", timeout_s: float = 600.0) -> None:
+    def __init__(self, url: str, *, name: str = "", timeout_s: float = 600.0, half: bool = False) -> None:
         self._url = url.rstrip("/")
         self._timeout_s = timeout_s
+        self._half = half
+        self._files = ReplyFolder()
         self.label = f"{name} ({self._url})" if name else self._url
         self._open_session: aiohttp.ClientSession | None = None
         self._last_info: ServerInfo | None = None
@@ -102,9 +107,9 @@ class ServerClient:
         info = await self._known()
         for request in requests:
             self._check_score(request, spec, info)
-        asked = asked_for(requests, spec, info, expected_version)
+        asked = asked_for(requests, spec, info, expected_version, half=self._half)
         if info.packed:
-            found = await self._score_packed(asked, teacher, full=spec.signal is Signal.FULL)
+            found = await self._score_packed(asked, teacher, spec.signal)
         elif spec.student_k:
             found = await self._score_in_pieces(asked, teacher)
         else:
@@ -112,12 +117,39 @@ class ServerClient:
             found = parse_scores(reply, asked, teacher)
         return [teacher_scores(teacher, spec, one, scores) for one, scores in zip(asked, found, strict=True)]
 
-    async def _score_packed(self, asked: Sequence[Asked], teacher: str, *, full: bool) -> list[Scores]:
-        kind, reply = await self._post("/generate", packed_body(asked, full), f"{len(asked)} scores")
+    async def _score_packed(self, asked: Sequence[Asked], teacher: str, signal: Signal) -> list[Scores]:
+        full, hidden = signal is Signal.FULL, signal is Signal.HIDDEN
+        kind, reply = await self._packed_reply(packed_body(asked, full, hidden), f"{len(asked)} scores")
         if kind != CONTENT_TYPE:
             rule = ServerAtFault(f"the reply is {kind or 'without a content type'}, not packed")
             raise score_error(teacher, asked, rule)
-        return parse_packed(reply, asked, teacher, full=full)
+        return parse_packed(reply, asked, teacher, full=full, hidden=hidden)
+
+    async def _packed_reply(self, body: dict[str, Any] | bytes, awaited: str) -> tuple[str, bytes | memoryview]:
+        """(content type, body) of a reply that comes through shared memory where it can. A file that is not what the
+        server says costs one more call, through HTTP."""
+        file = self._files.file()
+        if file is not None:
+            try:
+                return await self._through(file, body, awaited)
+            except LostReplyError:
+                pass
+            finally:
+                file.close()
+        return await self._post("/generate", body, awaited)
+
+    async def _through(
+        self, file: ReplyFile, body: dict[str, Any] | bytes, awaited: str
+    ) -> tuple[str, bytes | memoryview]:
+        reply = await self._exchange("POST", "/generate", body, self._timeout_s, awaited, {HEADER: file.header})
+        if reply.status != 200:
+            self._raise_status("/generate", reply.status, reply.body)
+        told = reply.headers.get(HEADER)
+        if told is not None:
+            return reply.kind, await asyncio.to_thread(file.take, told)
+        if len(reply.body) >= LEAST_BYTES:
+            self._files.give_up()
+        return reply.kind, reply.body
 
     async def _score_in_pieces(self, asked: Sequence[Asked], teacher: str) -> list[Scores]:
         found: list[tuple[Piece, Scores]] = []
@@ -190,6 +222,7 @@ class ServerClient:
         await self._action("/resume_memory_occupation", {"tags": list(tags)})
 
     async def close(self) -> None:
+        self._files.close()
         if self._open_session is not None:
             await self._open_session.close()
             self._open_session = None
@@ -278,16 +311,28 @@ class ServerClient:
     async def _call(
         self, method: str, path: str, body: Any, deadline_s: float, awaited: str = "an answer"
     ) -> tuple[int, str, bytes]:
-        """(status, content type, body) of one HTTP call, or ServerError: no answer, or none within `deadline_s`."""
+        """(status, content type, body) of one HTTP call, as `_exchange`."""
+        return (await self._exchange(method, path, body, deadline_s, awaited))[:3]
+
+    async def _exchange(
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        deadline_s: float,
+        awaited: str = "an answer",
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> _Reply:
+        """What one HTTP call brings, or ServerError: no answer, or none within `deadline_s`."""
         packed = isinstance(body, bytes)
         data = None if body is None else body if packed else msgspec.json.encode(body)
         kind = CONTENT_TYPE if packed else "application/json"
         try:
             async with asyncio.timeout(deadline_s):
                 async with self._session().request(
-                    method, self._url + path, data=data, headers={"Content-Type": kind}
+                    method, self._url + path, data=data, headers={"Content-Type": kind, **headers}
                 ) as response:
-                    return response.status, response.content_type, await response.read()
+                    return _Reply(response.status, response.content_type, await response.read(), response.headers)
         except TimeoutError as error:
             raise ServerError(
                 f"waited {deadline_s:g} s for {awaited} to {path} from {self.label}",
@@ -330,6 +375,15 @@ def _as_object(reply: bytes) -> dict[str, Any]:
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return {}
     return decoded if isinstance(decoded, dict) else {}
+
+
+class _Reply(NamedTuple):
+    status: int
+    kind: str
+    """Content type."""
+    body: bytes
+    headers: Mapping[str, str]
+    """Names in any case."""
 
 
 class _Said(NamedTuple):

@@ -11,7 +11,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
@@ -145,9 +145,13 @@ class TeacherManager:
         except TeacherError:
             self.cancel(sample.id)
             raise
+        requests = [
+            replace(each.request, temperature=self._teachers[name].temperature)
+            for name, each in zip(sample.teachers, asked, strict=True)
+        ]
         works = [
-            self._submit(teacher, sample.id, len(each.request.input_ids), sample.ordinal, score=each.request)
-            for teacher, each in zip(sample.teachers, asked, strict=True)
+            self._submit(teacher, sample.id, len(request.input_ids), sample.ordinal, score=request)
+            for teacher, request in zip(sample.teachers, requests, strict=True)
         ]
         found: list[TeacherScores] = await self._results(works)
         return ScoredSample(sample, tuple(each.answer(sample, its) for each, its in zip(asked, found, strict=True)))

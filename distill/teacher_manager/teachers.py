@@ -24,20 +24,28 @@ class Teacher:
     """What servers hold its floats as, in safetensors' spelling; None: as they are stored."""
     vocab_size: int | None = None
     """Its log-probabilities are over ids below it; None: the run's vocabulary."""
+    temperature: float = 1.0
+    """What its logits are divided by before they are normalised."""
     _digest: str = ""
     _checksums: dict[str, str] = field(default_factory=dict[str, str])
     _casts: dict[tuple[str, str], str] = field(default_factory=dict[tuple[str, str], str])
 
     @classmethod
     def open(
-        cls, name: str, folder: Path, *, server_dtype: str | None = None, vocab_size: int | None = None
+        cls,
+        name: str,
+        folder: Path,
+        *,
+        server_dtype: str | None = None,
+        vocab_size: int | None = None,
+        temperature: float = 1.0,
     ) -> Teacher:
         """Raises ConfigError without weights in `folder`, TeacherError for a file that is broken or too short.
 
         `server_dtype` (float32, bfloat16, float16) is what the servers hold: it decides how large the teacher is there.
         """
         held_dtype = None if server_dtype is None else _SPELLING[server_dtype]
-        return cls(name, folder, stored_tensors(folder), held_dtype, vocab_size)
+        return cls(name, folder, stored_tensors(folder), held_dtype, vocab_size, temperature)
 
     @property
     def bytes(self) -> int:

@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from distill import __version__, packing
 from distill.errors import DistillError
+from distill.serving import reply_files
 from distill.serving.describe import EMBEDDED
 from distill.serving.embedded import control, replies
 from distill.serving.embedded.http import Handler, State, error_fields, error_reply, json_reply, read_body_and_arrays
@@ -65,12 +66,21 @@ async def _generate(state: State, request: Request) -> Response:
         return StreamingResponse(_stream(state, call, began), media_type="text/event-stream")
     results = await _finish_all(state, call, request)
     if call.packed:
-        return Response(await asyncio.to_thread(replies.packed, call.jobs, results), media_type=packing.CONTENT_TYPE)
+        return await asyncio.to_thread(_packed, call, results, request.headers.get(reply_files.HEADER))
     seconds = time.monotonic() - began
     items = [
         replies.generation(job, result, seconds, call.flat) for job, result in zip(call.jobs, results, strict=True)
     ]
     return json_reply(items if call.batched else items[0])
+
+
+def _packed(call: GenerateCall, results: list[Result], file: str | None) -> Response:
+    """The packed reply: in the file that the client named, where it is large and can be seen from here."""
+    body = replies.packed(call.jobs, results)
+    told = None if file is None else reply_files.write_reply(file, body)
+    if told is None:
+        return Response(body, media_type=packing.CONTENT_TYPE)
+    return Response(b"", media_type=packing.CONTENT_TYPE, headers={reply_files.HEADER: told})
 
 
 async def _finish_all(state: State, call: GenerateCall, request: Request) -> list[Result]:

@@ -8,12 +8,13 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from distill.serving.embedded.jobs import Floats, Ids, InputScores, Job
+from distill.serving.embedded.jobs import Floats, Hidden, Ids, InputScores, Job
 from distill.serving.embedded.served import ServedModel
 
 _HEAD_ELEMENTS = 1 << 26
@@ -43,7 +44,7 @@ def next_group(waiting: Sequence[Job], device: str, *, one_call: bool) -> list[J
 
 
 def score(served: ServedModel, jobs: Sequence[Job]) -> list[InputScores]:
-    """Scores of each job's prompt, at temperature 1."""
+    """Scores of each job's prompt, at the temperature that it wants."""
     device = served.limits.device
     width = max(len(job.prompt) for job in jobs)
     ids_BT = np.zeros((len(jobs), width), np.int64)
@@ -60,15 +61,32 @@ def score(served: ServedModel, jobs: Sequence[Job]) -> list[InputScores]:
     )
     hidden_ND = hidden_BTD.flatten(0, 1)[torch.from_numpy(flat).to(device)]
     firsts = np.concatenate([[0], np.cumsum(counts)])
+    rooms = [
+        replace(room, hidden=as_numpy(hidden_ND[begin : begin + count])) if job.wanted.hidden else room
+        for job, room, begin, count in zip(jobs, rooms, firsts[:-1].tolist(), counts, strict=True)
+    ]
     step = max(1, _HEAD_ELEMENTS // served.vocab_size)
     for low in range(0, len(flat), step):
         high = min(len(flat), low + step)
-        logp_NV = torch.log_softmax(served.logits(hidden_ND[low:high]), dim=-1)
+        logits_NV = served.logits(hidden_ND[low:high])
+        logp_NV = torch.log_softmax(logits_NV, dim=-1)
         for job, room, first, end in zip(jobs, rooms, firsts[:-1].tolist(), firsts[1:].tolist(), strict=True):
             begin, stop = max(low, first), min(high, end)
             if begin < stop:
-                _fill(room, slice(begin - first, stop - first), logp_NV[begin - low : stop - low], job)
+                here = slice(begin - low, stop - low)
+                logp_RV = logp_NV[here] if job.wanted.temperature == 1.0 else _cooled(logits_NV[here], job)
+                _fill(room, slice(begin - first, stop - first), logp_RV, job)
     return rooms
+
+
+def _cooled(logits_RV: Tensor, job: Job) -> Tensor:
+    return torch.log_softmax(logits_RV / job.wanted.temperature, dim=-1)
+
+
+def as_numpy(hidden_RD: Tensor) -> Hidden:
+    """Exactly what the head is applied to. numpy has no bfloat16: int16 holds its bits."""
+    host_RD = hidden_RD.detach().cpu().contiguous()
+    return host_RD.view(torch.int16).numpy() if host_RD.dtype is torch.bfloat16 else host_RD.numpy()
 
 
 def _room(job: Job, rows: int, vocab: int) -> InputScores:
