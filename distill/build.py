@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import functools
 import math
 import secrets
 import signal
@@ -22,25 +21,22 @@ from distill.cluster import Cluster
 from distill.config import RunConfig
 from distill.config.options import resolved
 from distill.config.resume import settings_of
-from distill.errors import ConfigError, DistillError, EnvironmentFault, RunStopped, ServerError
+from distill.errors import DistillError, EnvironmentFault, RunStopped
 from distill.evaluation import Evaluator
 from distill.idle_steps import IdleSteps
 from distill.observe import Observer
 from distill.preflight import Preflight, inspect
-from distill.protocols import Objective, SampleStore, ServerAddress, TeacherCaps, TeacherServer
+from distill.protocols import Objective, SampleStore, ServerAddress
 from distill.quarantine import Quarantine, default_limit
-from distill.registry import KINDS, load
+from distill.registry import load
 from distill.remote import RemoteServer, RemoteStudent, start_student
 from distill.rollout.admission import Admission
 from distill.rollout.graders import Marker, OutcomeGrader
 from distill.rollout.pool import RolloutPool, RolloutServer
 from distill.run_folder import RESUME, allowed_changes, choose_folder, find_checkpoint, owned, set_aside
 from distill.serving.client import ServerClient
-from distill.serving.launch import SlotSettings
-from distill.serving.single import SingleTeacherServer
-from distill.serving.teacher_client import TeacherClient
-from distill.teacher_manager import CPU, CUDA, CanaryStore, Catalogue, Slot, Teacher, TeacherManager
-from distill.types import Ids, Signal
+from distill.teaching import Teaching, start_server
+from distill.types import Ids
 
 _FOR_EVER_S = 31_536_000.0
 """A year. A run that waits for its teachers has no patience to lose."""
@@ -126,6 +122,7 @@ class _Run:
             resumed_from=checkpoint.step if checkpoint else 0,
             config_text=config_text,
         )
+        self._teaching = Teaching(config, checked, folder, self._observer.add_span, self._observer.event)
         if checkpoint is not None:
             self._observer.restore(checkpoint.state["observer"])
 
@@ -145,6 +142,8 @@ class _Run:
             )
             async with self._parts() as parts:
                 observer.event("info", "all processes are up")
+                if self._checked.full_rows.why:
+                    observer.event("info", self._checked.full_rows.why)
                 await loop.run(parts, self._plan(), self._stop.event)
                 await parts.student.export(export)
                 if self._config.student.ema_decay is not None:
@@ -179,7 +178,7 @@ class _Run:
                 student, rollout, slots = await self._start(cluster, stack)
                 pool = self._pool(rollout)
                 stack.push_async_callback(pool.close)
-                teachers = self._teachers(slots)
+                teachers = self._teaching.manager(slots, barrier=self._synchronous)
                 stack.push_async_callback(teachers.close)
                 await pool.start()
                 await teachers.start()
@@ -216,14 +215,17 @@ class _Run:
         self, cluster: Cluster, stack: contextlib.AsyncExitStack
     ) -> tuple[RemoteStudent, list[RemoteServer], list[RemoteServer]]:
         """Every process at once: a model takes seconds to load, and none waits for another."""
-        config = self._config
-        places = [("rollout", index) for index in range(config.rollout.servers)]
-        places += [("slot", index) for index in range(config.teacher_manager.slots)]
         try:
             async with asyncio.TaskGroup() as starting:
                 student = starting.create_task(self._start_student(cluster, stack))
-                servers = [starting.create_task(self._start_server(cluster, stack, *place)) for place in places]
-                rollout, slots = servers[: config.rollout.servers], servers[config.rollout.servers :]
+                rollout = [
+                    starting.create_task(self._start_rollout_server(cluster, stack, index))
+                    for index in range(self._config.rollout.servers)
+                ]
+                slots = [
+                    starting.create_task(self._teaching.start_slot(cluster, stack, index))
+                    for index in range(self._teaching.slots)
+                ]
                 for what, tasks in (("student", [student]), ("rollout servers", rollout), ("teacher servers", slots)):
                     starting.create_task(self._tell_ready(what, tasks))
         except BaseExceptionGroup as group:
@@ -248,6 +250,7 @@ class _Run:
                 "vocab_size": self._checked.vocab_size,
                 "run_key": self._key,
                 "threads": config.student.threads,
+                "teacher_heads": self._checked.full_rows.heads or None,
             },
             ranks=config.student.ranks,
             fix=RESUME,
@@ -260,44 +263,28 @@ class _Run:
             self._observer.event("debug", f"the {remote.name} runs as process {pid}")
         return student
 
-    async def _start_server(
-        self, cluster: Cluster, stack: contextlib.AsyncExitStack, role: str, index: int
+    async def _start_rollout_server(
+        self, cluster: Cluster, stack: contextlib.AsyncExitStack, index: int
     ) -> RemoteServer:
-        """A rollout server starts with the student and takes weights; a slot starts with some teacher and a budget."""
-        config, rollout = self._config, role == "rollout"
-        first, teacher = next(iter(config.teachers.items()))
-        urls = config.server.rollout_urls if rollout else config.server.teacher_urls
-        name = f"{role}-{index}"
-        remote = await cluster.spawn(
+        """It starts with the student, and takes weights."""
+        config, name = self._config, f"rollout-{index}"
+        return await start_server(
+            cluster,
+            stack,
+            config,
             name,
-            KINDS["server"].get(config.server.program, config.server.program),
-            (config.server,),
             {
                 "name": name,
-                "model": config.student.model if rollout else teacher.model,
-                "vocab_size": self._checked.vocab_size if rollout else self._checked.teacher_vocab_sizes[first],
+                "model": config.student.model,
+                "vocab_size": self._checked.vocab_size,
                 "folder": self._folder / "logs",
-                "index": index if rollout else config.rollout.servers + index,
-                "weight_version": "0" if rollout else "none",
-                "run_key": self._key if rollout else None,
-                "memory_limit_gb": None if rollout else self._checked.models.slot_bytes / 1e9,
-                "slot": None if rollout else self._slot_settings(),
-                "attach_url": urls[index] if config.server.program == "attach" else None,
+                "index": index,
+                "weight_version": "0",
+                "run_key": self._key,
+                "attach_url": config.server.rollout_urls[index] if config.server.program == "attach" else None,
             },
-            failure=ServerError,
-            fix=f"look at {self._folder / 'logs'}",
-            threads=4,
-            deadline_s=config.server.start_timeout_s,
+            self._observer.event,
         )
-        server = RemoteServer(remote)
-        stack.push_async_callback(server.stop)
-        address = await server.start(config.server.start_timeout_s + 30)
-        self._observer.event("debug", f"{name} serves at {address.url}")
-        return server
-
-    def _slot_settings(self) -> SlotSettings:
-        config = self._config.teacher_manager
-        return SlotSettings(slot_gb=self._checked.models.slot_bytes / 1e9, host_gb=config.host_gb)
 
     def _pool(self, servers: Sequence[RemoteServer]) -> RolloutPool:
         return RolloutPool(
@@ -312,53 +299,10 @@ class _Run:
             on_event=self._observer.event,
         )
 
-    def _teachers(self, servers: Sequence[RemoteServer]) -> TeacherManager:
-        config = self._config.teacher_manager
-        objective = self._checked.objective
-        manager = TeacherManager(
-            Catalogue([self._teacher(name) for name in self._config.teachers]),
-            [
-                Slot(server.name, server.locate, self._connect_teachers, self._checked.models.slot_bytes)
-                for server in servers
-            ],
-            # behind the barrier the manager settles what is computed together: one job a visit
-            functools.partial(
-                load("scheduler", config.scheduler), visit_tokens=0 if self._synchronous else config.call_tokens
-            ),
-            objective.spec,
-            config,
-            vocab_size=self._checked.vocab_size,
-            canaries=CanaryStore(self._folder / "canaries.json"),
-            on_span=self._observer.add_span,
-            on_event=self._observer.event,
-            translations=self._checked.translations,
-            batch_size=self._config.trainer.batch_size,
-            rates=CUDA if self._config.server.device.startswith("cuda") else CPU,
-            barrier=self._synchronous,
-        )
-        check_signal(objective, manager.caps)
-        return manager
-
-    def _teacher(self, name: str) -> Teacher:
-        return Teacher.open(
-            name,
-            self._config.teachers[name].model,
-            server_dtype=self._config.server.dtype,
-            vocab_size=self._checked.teacher_vocab_sizes[name],
-        )
-
-    def _connect_teachers(self, address: ServerAddress) -> TeacherServer:
-        if self._config.server.program == "embedded":
-            return TeacherClient(address.url, name=address.name, timeout_s=self._config.teacher_manager.timeout_s)
-        return SingleTeacherServer(
-            self._connect(address),
-            dtype=self._config.server.dtype,
-            budget_bytes=self._checked.models.slot_bytes,
-        )
-
     def _connect(self, address: ServerAddress) -> ServerClient:
         longest = max(self._config.rollout.timeout_s, self._config.teacher_manager.timeout_s)
-        return ServerClient(address.url, name=address.name, timeout_s=longest)
+        half = self._config.teacher_manager.topk_dtype == "float16"
+        return ServerClient(address.url, name=address.name, timeout_s=longest, half=half)
 
     def _evaluator(self) -> Evaluator:
         config = self._config
@@ -444,21 +388,3 @@ def domain_teachers(checked: Preflight) -> dict[str, list[str]]:
         domain: list(dict.fromkeys(name for prompt in prompts for name in prompt.teachers))
         for domain, prompts in checked.prompts.held_out.items()
     }
-
-
-def check_signal(objective: Objective, caps: TeacherCaps) -> None:
-    """Raises ConfigError when the objective needs what the teachers cannot give."""
-    spec = objective.spec
-    if spec.signal not in caps.signals or spec.k > caps.max_k:
-        raise ConfigError(
-            f"objective: it needs {spec.signal} scores{f' with k = {spec.k}' if spec.k else ''}, and the teachers give "
-            f"{', '.join(sorted(caps.signals))} with k up to {caps.max_k}",
-            fix="lower objective.k, or choose another objective.support",
-        )
-    if spec.signal is Signal.TOPK and spec.support not in caps.supports:
-        raise ConfigError(
-            f"objective.support: the teachers cannot be asked about {spec.support}, only about "
-            f"{', '.join(sorted(caps.supports)) or 'no tokens at all'}",
-            why="their backend does not score tokens of somebody else's choice",
-            fix="choose another objective.support, or a teacher backend that can",
-        )

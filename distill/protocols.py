@@ -343,6 +343,18 @@ class RankPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadFolder:
+    """Where the student finds the head of a teacher whose full rows come as hidden states."""
+
+    folder: Path
+    """The teacher's own; of an adapter that leaves the head alone, its base's."""
+    dtype: str
+    """What the teacher's server holds: float32, bfloat16 or float16."""
+    temperature: float = 1.0
+    """What the teacher's logits are divided by."""
+
+
+@dataclass(frozen=True, slots=True)
 class WeightShard:
     """A box of one weight. The boxes of all ranks together hold every element of every weight exactly once."""
 
@@ -362,7 +374,8 @@ class WeightShard:
 
 class StudentBackend(Protocol):
     """Trains the student. Built by `cls(config.student, seed=..., total_steps=..., vocab_size=..., rules=objective)`,
-    where `rules` is the run's `ObjectiveConfig`.
+    where `rules` is the run's `ObjectiveConfig`; with `teacher_heads={teacher: HeadFolder}` too where full rows come as
+    hidden states, which is so for the backend hf only.
 
     With several ranks each is a process with a backend of its own, and every method below is called on all of them with
     the same arguments: they work, and fail, together.

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
+Hidden = NDArray[Any]
+"""float32, float16 or int16: what the teacher computes in, unrounded. numpy has no bfloat16, int16 holds its bits."""
 
 
 class Signal(StrEnum):
@@ -26,6 +29,9 @@ class Signal(StrEnum):
     """log q at k most probable tokens of each row, and the mass beside them: (R, K). `Support` says whose."""
     FULL = "full"
     """log q of the whole vocabulary: (R, V)."""
+    HIDDEN = "hidden"
+    """The same as final hidden states, (R, D), for whoever has the teacher's head. No objective asks for it: it is how
+    FULL travels where D is much smaller than V."""
 
 
 class Support(StrEnum):
@@ -125,6 +131,8 @@ class TeacherScores:
     """(R,) log(1 - mass of q on those ids)."""
     full_logprobs: Floats | None = None
     """(R, V)"""
+    hidden: Hidden | None = None
+    """(R, D) instead of `full_logprobs`: what the teacher's head is applied to."""
     spans: Ids | None = None
     """(R,) which byte span a token belongs to, where the teacher has another tokenizer; -1: none, so no loss."""
 
@@ -213,3 +221,5 @@ class ScoreRequest:
     """(R, k) tokens of the student's choice to be scored at each response token; for STUDENT and UNION supports."""
     teacher: str = ""
     """Who is asked, where a server holds more than one."""
+    temperature: float = 1.0
+    """Of the teacher: its logits are divided by it before they are normalised."""

@@ -18,7 +18,7 @@ from distill import registry
 from distill.config.models import MeshConfig, ObjectiveConfig, StudentConfig
 from distill.errors import EnvironmentFault
 from distill.objectives import build_objective
-from distill.protocols import PublishResult, RankPlace, StudentBackend
+from distill.protocols import HeadFolder, PublishResult, RankPlace, StudentBackend
 from distill.transfermesh import Endpoint, Publisher
 from distill.types import Batch, StepResult
 from students import ranks
@@ -43,9 +43,11 @@ class StudentWorker:
         run_key: str,
         threads: int,
         place: RankPlace | None = None,
+        teacher_heads: Mapping[str, HeadFolder] | None = None,
     ) -> None:
         """`run_key`: the run's secret in hexadecimal digits. `threads`: CPU threads of this process, changed here.
-        `place`: of a student of several ranks, which this waits for.
+        `place`: of a student of several ranks, which this waits for. `teacher_heads`: of teachers whose full rows come
+        as hidden states, where they do.
 
         Raises ConfigError, MissingDependency or EnvironmentFault when the student cannot be built.
         """
@@ -58,7 +60,12 @@ class StudentWorker:
         backend: Any = registry.load("student", config.backend)
         with ranks.lost_contact_is_a_fault("the start"):
             self._student: StudentBackend = backend(
-                config, seed=seed, total_steps=total_steps, vocab_size=vocab_size, rules=objective
+                config,
+                seed=seed,
+                total_steps=total_steps,
+                vocab_size=vocab_size,
+                rules=objective,
+                **({} if teacher_heads is None else {"teacher_heads": teacher_heads}),
             )
         self._publisher = Publisher(
             key=bytes.fromhex(run_key),

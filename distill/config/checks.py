@@ -420,6 +420,18 @@ def _outcomes_can_teach(config: RunConfig) -> Iterator[Finding]:
                 yield (*key, name), f"objective.outcome.{name} has no effect with {setting}", "remove it"
 
 
+def _temperatures_are_exact(config: RunConfig) -> Iterator[Finding]:
+    if config.server.program != "sglang":
+        return
+    for name, teacher in config.teachers.items():
+        if teacher.temperature != 1.0:
+            yield (
+                ("teachers", name, "temperature"),
+                f"teachers.{name}.temperature is {teacher.temperature:g}, and SGLang scores at 1 whatever it is asked",
+                "set server.program=embedded, or remove it",
+            )
+
+
 CHECKS: tuple[Callable[[RunConfig], Iterable[Finding]], ...] = (
     _names_are_registered,
     _teachers_in_data_exist,
@@ -440,4 +452,5 @@ CHECKS: tuple[Callable[[RunConfig], Iterable[Finding]], ...] = (
     _segments_exist,
     _a_mixture_has_several_teachers,
     _outcomes_can_teach,
+    _temperatures_are_exact,
 )

@@ -199,6 +199,12 @@ class TeacherConfig(_Section):
         description="with url: the environment variable that holds the server's key; default: none is sent",
     )
     concurrency: Processes = Field(default=8, description="with url: requests under way on the server at one time")
+    temperature: float = Field(
+        default=1.0,
+        ge=0.01,
+        le=100,
+        description="its logits are divided by it before they are compared; other than 1 needs the embedded server",
+    )
 
 
 class DataConfig(_Section):
@@ -236,6 +242,16 @@ class TeacherManagerConfig(_Section):
     slots: Processes = Field(default=1, description="model servers that the teachers share")
     slot_gb: float | None = Field(
         default=None, gt=0, le=1e6, description="weight bytes a slot holds, GB = 1e9; default: the largest teacher"
+    )
+    topk_dtype: Literal["float16", "float32"] = Field(
+        default="float16",
+        description="of the log-probabilities of top-k rows on their way from the embedded server; the sampled token's "
+        "and the tail are float32 always",
+    )
+    full_rows: Literal["auto", "hidden", "rows"] = Field(
+        default="auto",
+        description="how whole rows of the vocabulary travel: rows, or hidden states from which the student makes them "
+        "with the teacher's head; auto: whichever is fewer bytes, where hidden states can be had",
     )
     host_gb: float = Field(
         default=0.0,

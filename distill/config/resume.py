@@ -24,7 +24,7 @@ FIXED: Table = {
     "run": ("seed",),
     "student": ("backend", "model", "tokenizer", "dtype", "ema_decay", "optimizer"),
     "student.lora": ("r", "alpha", "dropout", "targets"),
-    "teachers.*": ("model", "weight", "base", "tokenizer", "alignment", "remote_model"),
+    "teachers.*": ("model", "weight", "base", "tokenizer", "alignment", "remote_model", "temperature"),
     "data.*": _ROWS,
     "objective": ("*",),
     "rollout": ("samples_per_prompt", "max_new_tokens", "temperature", "top_p", "top_k"),
@@ -50,7 +50,7 @@ FREE: Table = {
     "rollout": ("servers", "epochs", "requests_per_call", "timeout_s", "max_tries"),
     "teacher_manager": (
         *("slots", "slot_gb", "scheduler", "call_tokens", "deadline_s", "on_teacher_failure", "canary_atol"),
-        *("host_gb", "host_differences", "remote_canary_atol", "timeout_s", "max_tries"),
+        *("host_gb", "host_differences", "remote_canary_atol", "topk_dtype", "full_rows", "timeout_s", "max_tries"),
     ),
     "server": (
         *("program", "device", "host", "port", "context_length", "max_batch_size", "threads", "args", "python"),
@@ -89,6 +89,9 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
     values = resolved(config)
     for section in (values["student"], *values["teachers"].values()):
         section["tokenizer"] = section["tokenizer"] or section["model"]
+    for section in values["teachers"].values():
+        if section["temperature"] == 1.0:
+            section["temperature"] = None  # as in a run from before there was such a setting
     weights = {name: teacher.weight for name, teacher in config.teachers.items()}
     for source in (*values["data"], *values["evaluation"]["data"]):
         if isinstance(source["teachers"], list):

@@ -13,6 +13,7 @@ from distill.preflight import machine
 from distill.preflight.data import Prompts, load_prompts, prompts_needed
 from distill.preflight.folder import ModelFolder, existing_folder, inspect_folder, read_json
 from distill.preflight.foreign import check_alignment, make_translations
+from distill.preflight.full_rows import FullRows, choose_full_rows
 from distill.preflight.lora import check_targets
 from distill.preflight.parts import check_parts
 from distill.preflight.programs import check_loss_kernel, check_programs
@@ -77,6 +78,7 @@ class Preflight:
     end_ids: tuple[int, ...]
     prompts: Prompts
     objective: Objective
+    full_rows: FullRows
     disk_bytes: int
     notes: tuple[str, ...]
     """What a careful user wants to know though nothing is wrong."""
@@ -125,6 +127,7 @@ def inspect(config: RunConfig) -> Preflight:
         end_ids=vocabularies.end_ids,
         prompts=prompts,
         objective=objective,
+        full_rows=choose_full_rows(config, objective.spec, vocabulary.size),
         disk_bytes=needed,
         notes=tuple(notes),
         plan=make_plan(config, models, prompts),

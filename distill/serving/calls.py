@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import aiohttp
@@ -18,6 +20,15 @@ IDLE_S = 2.0
 """Idle connections are dropped before the server (uvicorn: after 5 s) drops them: no call meets a closed one."""
 QUICK_S = 30.0
 """Longest wait for a call that computes nothing."""
+
+
+class Reply(NamedTuple):
+    status: int
+    kind: str
+    """Content type."""
+    body: bytes
+    headers: Mapping[str, str]
+    """Names in any case."""
 
 
 class Calls:
@@ -77,7 +88,19 @@ class Calls:
     async def call(
         self, method: str, path: str, body: Any, deadline_s: float | None = None, awaited: str = "an answer"
     ) -> tuple[int, str, bytes]:
-        """(status, content type, body) of one HTTP call, or ServerError: no answer, or none within `deadline_s`.
+        """(status, content type, body) of one HTTP call, as `exchange`."""
+        return (await self.exchange(method, path, body, deadline_s, awaited))[:3]
+
+    async def exchange(
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        deadline_s: float | None = None,
+        awaited: str = "an answer",
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> Reply:
+        """What one HTTP call brings, or ServerError: no answer, or none within `deadline_s`.
 
         A body of bytes is a packed one. Without a deadline it is that of calls that compute.
         """
@@ -88,9 +111,9 @@ class Calls:
         try:
             async with asyncio.timeout(deadline_s):
                 async with self._session().request(
-                    method, self._url + path, data=data, headers={"Content-Type": kind}
+                    method, self._url + path, data=data, headers={"Content-Type": kind, **headers}
                 ) as response:
-                    return response.status, response.content_type, await response.read()
+                    return Reply(response.status, response.content_type, await response.read(), response.headers)
         except TimeoutError as error:
             raise ServerError(
                 f"waited {deadline_s:g} s for {awaited} to {path} from {self.label}",

@@ -12,25 +12,27 @@ from typing import Any
 from distill.errors import ServerError, TeacherError
 from distill.packing import CONTENT_TYPE
 from distill.protocols import ServerInfo
-from distill.serving.calls import QUICK_S, Calls, as_object, said_in
+from distill.serving.calls import QUICK_S, as_object, said_in
 from distill.serving.describe import EMBEDDED, describe_server
 from distill.serving.generations import generate_body, parse_generations
 from distill.serving.limits import check_generate, check_score
 from distill.serving.packed import parse_packed
+from distill.serving.packed_calls import PackedCalls
 from distill.serving.replies import Asked, Scores, parse_scores, score_error
 from distill.serving.scoring import Piece, asked_for, calls_of_pieces, joined, json_body, packed_body, teacher_scores
 from distill.serving.wire import ServerAtFault
 from distill.types import GenerateRequest, Generation, ScoreRequest, Signal, SignalSpec, TeacherScores
 
 
-class ServerClient(Calls):
+class ServerClient(PackedCalls):
     """Implements `ModelServer`. One HTTP session; use and close it in one event loop.
 
-    `name` is what errors call the server; `timeout_s` is the deadline of each call that computes or loads.
+    `name` is what errors call the server; `timeout_s` is the deadline of each call that computes or loads. `half`: the
+    log-probabilities of top-k rows travel as float16, where the server has packed replies.
     """
 
-    def __init__(self, url: str, *, name: str = "", timeout_s: float = 600.0) -> None:
-        super().__init__(url, name=name, timeout_s=timeout_s)
+    def __init__(self, url: str, *, name: str = "", timeout_s: float = 600.0, half: bool = False) -> None:
+        super().__init__(url, name=name, timeout_s=timeout_s, half=half)
         self._last_info: ServerInfo | None = None
 
     async def info(self) -> ServerInfo:
@@ -55,9 +57,9 @@ class ServerClient(Calls):
         info = await self._known()
         for request in requests:
             check_score(request, spec, info, self.label)
-        asked = asked_for(requests, spec, info, expected_version)
+        asked = asked_for(requests, spec, info, expected_version, half=self.half)
         if info.packed:
-            found = await self._score_packed(asked, teacher, full=spec.signal is Signal.FULL)
+            found = await self._score_packed(asked, teacher, spec.signal)
         elif spec.student_k:
             found = await self._score_in_pieces(asked, teacher)
         else:
@@ -65,12 +67,16 @@ class ServerClient(Calls):
             found = parse_scores(reply, asked, teacher)
         return [teacher_scores(teacher, spec, one, scores) for one, scores in zip(asked, found, strict=True)]
 
-    async def _score_packed(self, asked: Sequence[Asked], teacher: str, *, full: bool) -> list[Scores]:
-        kind, reply = await self.post("/generate", packed_body(asked, full), f"{len(asked)} scores")
+    async def _score_packed(self, asked: Sequence[Asked], teacher: str, signal: Signal) -> list[Scores]:
+        full, hidden = signal is Signal.FULL, signal is Signal.HIDDEN
+        body = packed_body(asked, full=full, hidden=hidden)
+        status, kind, reply = await self.packed_reply(body, f"{len(asked)} scores")
+        if status != 200:
+            self.raise_status("/generate", status, bytes(reply))
         if kind != CONTENT_TYPE:
             rule = ServerAtFault(f"the reply is {kind or 'without a content type'}, not packed")
             raise score_error(teacher, asked, rule)
-        return parse_packed(reply, asked, teacher, full=full)
+        return parse_packed(reply, asked, teacher, full=full, hidden=hidden)
 
     async def _score_in_pieces(self, asked: Sequence[Asked], teacher: str) -> list[Scores]:
         found: list[tuple[Piece, Scores]] = []

@@ -31,7 +31,7 @@ from distill.serving.wire import (
     nested,
     top_rows,
 )
-from distill.types import Floats, Ids
+from distill.types import Floats, Hidden, Ids
 
 MASS_ROUNDING = 1e-2
 """How far above 1 the mass of a top-k row may come: float16 values round by up to 5e-4 each."""
@@ -59,6 +59,10 @@ class Asked:
     """(R, k) ids of each row's own, if they were asked for: in a packed request, or as part of `token_ids`."""
     sample_id: str = ""
     """The sample whose fault a broken reply is, unless the server is at fault."""
+    half: bool = False
+    """The log-probabilities of top-k rows come as float16 (packed replies only)."""
+    temperature: float = 1.0
+    """What the teacher's logits are divided by (packed replies only)."""
 
     @property
     def rows(self) -> int:
@@ -87,6 +91,8 @@ class Scores:
     """(R, J) at `Asked.token_ids`."""
     row_logprobs: Floats | None = None
     """(R, k) at `Asked.row_ids`."""
+    hidden: Hidden | None = None
+    """(R, D)"""
 
 
 def parse_scores(body: bytes | str, asked: Sequence[Asked], teacher: str) -> list[Scores]:

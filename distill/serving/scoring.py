@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from distill.errors import ServerError
 from distill.packing import pack
 from distill.protocols import ServerInfo
 from distill.serving.replies import Asked, Scores, check_mass, log_tail, score_error, union
@@ -30,9 +31,14 @@ CALL_ENTRIES = 1 << 18
 
 
 def asked_for(
-    requests: Sequence[ScoreRequest], spec: SignalSpec, info: ServerInfo, expected_version: str
+    requests: Sequence[ScoreRequest], spec: SignalSpec, info: ServerInfo, expected_version: str, *, half: bool = False
 ) -> list[Asked]:
-    """What the requests ask for, in terms of the server's API."""
+    """What the requests ask for, in terms of the server's API. `half`: top-k rows in float16, where replies are packed.
+
+    Raises ServerError for what a server without packed replies cannot be asked: it would answer something else.
+    """
+    if not info.packed:
+        _require_plain(requests, spec, info.program)
     own = spec.signal is Signal.TOPK and spec.support is not Support.STUDENT
     # a server without packed replies gives the whole vocabulary as the largest possible top-k
     k = spec.k if own else info.vocab_size if spec.signal is Signal.FULL and not info.packed else 0
@@ -47,9 +53,29 @@ def asked_for(
             k=k,
             row_ids=request.student_ids if spec.student_k else None,
             sample_id=request.id,
+            half=half and info.packed and spec.signal is Signal.TOPK,
+            temperature=request.temperature,
         )
         for request in requests
     ]
+
+
+def _require_plain(requests: Sequence[ScoreRequest], spec: SignalSpec, program: str) -> None:
+    """SGLang 0.5.23 scores at temperature 1 whatever `sampling_params` say, and cannot say of hidden states which
+    tokens they belong to once a prefix was cached."""
+    if spec.signal is Signal.HIDDEN:
+        raise ServerError(
+            f"{program} cannot be asked for hidden states",
+            why="only the embedded server gives them in a form that is exact and small",
+            fix="set teacher_manager.full_rows=rows",
+        )
+    for request in requests:
+        if request.temperature != 1.0:
+            raise ServerError(
+                f"request {request.id}: {program} cannot be asked for scores at temperature {request.temperature:g}",
+                why="it does not say at which temperature it scored, and scores at 1",
+                fix="serve this teacher with server.program=embedded, or leave its temperature at 1",
+            )
 
 
 def json_body(asked: Sequence[Asked]) -> dict[str, Any]:
@@ -64,9 +90,17 @@ def json_body(asked: Sequence[Asked]) -> dict[str, Any]:
     return body
 
 
-def packed_body(asked: Sequence[Asked], full: bool, more: Mapping[str, Any] | None = None) -> dict[str, Any] | bytes:
+def packed_body(
+    asked: Sequence[Asked], more: Mapping[str, Any] | None = None, *, full: bool = False, hidden: bool = False
+) -> dict[str, Any] | bytes:
     """The same for a server with packed replies, and `more` keys; packed itself where each row has ids of its own."""
     body = _body(asked) | {"return_packed": True} | ({"return_full_logprobs": True} if full else {}) | dict(more or {})
+    if hidden:
+        body["return_hidden_states"] = True
+    if asked[0].half:
+        body["topk_dtype"] = "float16"
+    if any(one.temperature != 1.0 for one in asked):
+        body["logprob_temperature"] = [one.temperature for one in asked]
     row_ids = [one.row_ids for one in asked if one.row_ids is not None]
     return pack(body, {"row_ids": np.concatenate(row_ids)}) if row_ids else body
 
@@ -164,6 +198,8 @@ def _concatenated(parts: Sequence[Scores]) -> Scores:
 
 def teacher_scores(teacher: str, spec: SignalSpec, asked: Asked, scores: Scores) -> TeacherScores:
     """What a checked reply says, in the order and form of `spec`. Raises TeacherError where it contradicts itself."""
+    if spec.signal is Signal.HIDDEN:
+        return TeacherScores(teacher, scores.logprobs, hidden=scores.hidden)
     if spec.signal is Signal.FULL:
         return TeacherScores(teacher, scores.logprobs, full_logprobs=_full_rows(scores, asked.vocab_size))
     if spec.student_k == 0:
@@ -182,7 +218,7 @@ def _support(asked: Asked, scores: Scores) -> tuple[Ids, Floats]:
     """The ids of the student's choice, or both models', with log q."""
     student_ids_Rk, student_Rk = asked.row_ids, scores.row_logprobs
     assert student_ids_Rk is not None and student_Rk is not None
-    if not agree(student_ids_Rk, student_Rk, asked.response_ids, scores.logprobs):
+    if not agree(student_ids_Rk, student_Rk, asked.response_ids, scores.logprobs, half=asked.half):
         raise BrokenReply("the score of a response token and that of the same id in its row do not agree")
     if scores.topk_ids is None or scores.topk_logprobs is None:
         rows = student_ids_Rk, student_Rk

@@ -11,10 +11,11 @@ from typing import Any, NoReturn
 from distill.errors import ConfigError, DistillError, EnvironmentFault, ServerError, TeacherError
 from distill.packing import CONTENT_TYPE
 from distill.protocols import Loaded, ServerInfo, SlotLedger, WeightCosts, WeightSource
-from distill.serving.calls import QUICK_S, Calls, as_object, said_in
+from distill.serving.calls import QUICK_S, as_object, said_in
 from distill.serving.generations import generate_body, parse_generations
 from distill.serving.limits import check_generate, check_score
 from distill.serving.packed import parse_packed
+from distill.serving.packed_calls import PackedCalls
 from distill.serving.replies import score_error
 from distill.serving.scoring import asked_for, packed_body, teacher_scores
 from distill.serving.wire import ServerAtFault
@@ -39,11 +40,11 @@ class _Known:
         return self.source.base or self.source.name
 
 
-class TeacherClient(Calls):
+class TeacherClient(PackedCalls):
     """Implements `TeacherServer`. One HTTP session; use and close it in one event loop."""
 
-    def __init__(self, url: str, *, name: str = "", timeout_s: float = 600.0) -> None:
-        super().__init__(url, name=name, timeout_s=timeout_s)
+    def __init__(self, url: str, *, name: str = "", timeout_s: float = 600.0, half: bool = False) -> None:
+        super().__init__(url, name=name, timeout_s=timeout_s, half=half)
         self._known: dict[str, _Known] = {}
 
     @property
@@ -152,22 +153,22 @@ class TeacherClient(Calls):
             one
             for request in requests
             for known in [self._known[request.teacher]]
-            for one in asked_for([request], spec, known.info, known.source.version)
+            for one in asked_for([request], spec, known.info, known.source.version, half=self.half)
         ]
         names = [request.teacher for request in requests]
         teacher = ", ".join(dict.fromkeys(names))
         more: dict[str, Any] = {"teacher": names[0] if len(set(names)) == 1 else names}
         if stream:
             more["stream_weights"] = True
-        full = spec.signal is Signal.FULL
-        body = packed_body(asked, full, more)
-        status, kind, reply = await self.call("POST", "/generate", body, awaited=f"{len(asked)} scores")
+        full, hidden = spec.signal is Signal.FULL, spec.signal is Signal.HIDDEN
+        body = packed_body(asked, more, full=full, hidden=hidden)
+        status, kind, reply = await self.packed_reply(body, f"{len(asked)} scores")
         if status != 200:
-            self._raise_said("/generate", status, reply)
+            self._raise_said("/generate", status, bytes(reply))
         if kind != CONTENT_TYPE:
             rule = ServerAtFault(f"the reply is {kind or 'without a content type'}, not packed")
             raise score_error(teacher, asked, rule)
-        found = parse_packed(reply, asked, teacher, full=full)
+        found = parse_packed(reply, asked, teacher, full=full, hidden=hidden)
         return [teacher_scores(name, spec, one, scores) for name, one, scores in zip(names, asked, found, strict=True)]
 
     async def _asked(self, method: str, path: str, body: Any) -> dict[str, Any]:

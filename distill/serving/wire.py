@@ -17,6 +17,8 @@ from distill.types import Floats, Ids
 
 ROUNDING = 1e-3
 """How far above 0 a log-probability may come out of a low-precision softmax."""
+HALF_ROUNDING = 2.0**-11
+"""Largest relative error of a number that was rounded to float16, as far as float16 has normal numbers there."""
 _FLOAT_MARKS = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
 _INT_MARKS = {"int32": np.dtype("<i4"), "int64": np.dtype("<i8")}
 
@@ -134,10 +136,14 @@ def check_logprobs(logprobs: Floats, what: str) -> None:
         raise BrokenReply(f"{what} {'is not a number' if np.isnan(peak) else f'is {peak:g}, above 0'}")
 
 
-def agree(ids_RK: Ids, values_RK: Floats, tokens_R: Ids, logprobs_R: Floats) -> bool:
-    """Whether each row that names its token says of it what `logprobs_R`, which are finite, say."""
+def agree(ids_RK: Ids, values_RK: Floats, tokens_R: Ids, logprobs_R: Floats, *, half: bool = False) -> bool:
+    """Whether each row that names its token says of it what `logprobs_R`, which are finite, say.
+
+    `half`: the rows were rounded to float16, and `logprobs_R` were not.
+    """
     of_token_RK = np.where(ids_RK == tokens_R[:, None], values_RK, logprobs_R[:, None])
-    return bool((np.abs(of_token_RK - logprobs_R[:, None]) <= ROUNDING).all())
+    slack_R1 = ROUNDING + (HALF_ROUNDING * np.abs(logprobs_R[:, None]) if half else 0.0)
+    return bool((np.abs(of_token_RK - logprobs_R[:, None]) <= slack_R1).all())
 
 
 def nested(rows: list[list[Entry] | None], k: int, key: str) -> tuple[Ids, Floats]:

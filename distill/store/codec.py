@@ -17,7 +17,7 @@ from distill.types import Sample, ScoredSample, TeacherScores
 
 _SAMPLE_ARRAYS = ("prompt_ids", "response_ids", "logprobs", "versions")
 _OPTIONAL_SAMPLE_ARRAYS = ("topk_ids", "loss_mask")
-_SCORE_ARRAYS = ("logprobs", "topk_ids", "topk_logprobs", "log_tail", "full_logprobs", "spans")
+_SCORE_ARRAYS = ("logprobs", "topk_ids", "topk_logprobs", "log_tail", "full_logprobs", "hidden", "spans")
 
 
 @dataclass(frozen=True, slots=True)

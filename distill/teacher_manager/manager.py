@@ -252,7 +252,11 @@ class TeacherManager:
     ) -> Work:
         item = self._catalogue.item_of.get(teacher, ELSEWHERE)
         if score is not None and item != ELSEWHERE:
-            score = replace(score, teacher=self._catalogue.items[item].files.name)
+            score = replace(
+                score,
+                teacher=self._catalogue.items[item].files.name,
+                temperature=self._catalogue.teachers[teacher].temperature,
+            )
         work = Work(teacher, item, sample, tokens, ordinal, time.monotonic(), score, prompts)
         work.rollout = self._announced[sample].get(teacher) if score is not None else None
         self._works.add(work)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import aiohttp
@@ -14,6 +15,7 @@ import aiohttp
 from distill.config import TeacherConfig, TeacherManagerConfig
 from distill.errors import ConfigError, ServerError, TeacherError
 from distill.protocols import ServerInfo, TeacherCaps
+from distill.serving.calls import Reply
 from distill.serving.client import ServerClient
 from distill.serving.describe import describe_server
 from distill.serving.openai import BUSY, GONE, OpenAIClient, TryAgain, proxy_for
@@ -225,8 +227,8 @@ class _Elsewhere(ServerClient):
     async def info(self) -> ServerInfo:
         """As `ServerClient.info`; what SGLang leaves to the model's config.json comes from /v1/models and the
         tokenizer."""
-        server = await self._json("GET", "/server_info", None, _QUICK_S)
-        model = await self._json("GET", "/model_info", None, _QUICK_S)
+        server = await self.json("GET", "/server_info", None, _QUICK_S)
+        model = await self.json("GET", "/model_info", None, _QUICK_S)
         if not server.get("context_length"):
             server["context_length"] = await self._longest()
         server.setdefault("vocab_size", self._ids)
@@ -234,24 +236,30 @@ class _Elsewhere(ServerClient):
         return self._last_info
 
     async def _longest(self) -> int | None:
-        answer = await self._json("GET", "/v1/models", None, _QUICK_S)
+        answer = await self.json("GET", "/v1/models", None, _QUICK_S)
         entries: list[dict[str, Any]] = answer.get("data") or []
         return next((each["max_model_len"] for each in entries if each.get("max_model_len")), None)
 
-    def _raise_status(self, path: str, status: int, reply: bytes) -> NoReturn:
+    def raise_status(self, path: str, status: int, reply: bytes) -> NoReturn:
         try:
-            super()._raise_status(path, status, reply)
+            super().raise_status(path, status, reply)
         except ServerError as error:
             error.what = self._clean(error.what)
             if status in BUSY or status in GONE:
                 raise TryAgain(error, gone=status in GONE) from error
             raise
 
-    async def _call(
-        self, method: str, path: str, body: Any, deadline_s: float, awaited: str = "an answer"
-    ) -> tuple[int, str, bytes]:
+    async def exchange(
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        deadline_s: float | None = None,
+        awaited: str = "an answer",
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> Reply:
         try:
-            return await super()._call(method, path, body, deadline_s, awaited)
+            return await super().exchange(method, path, body, deadline_s, awaited, headers)
         except ServerError as error:
             error.what = self._clean(error.what)
             raise TryAgain(error, gone=True) from error

@@ -26,6 +26,8 @@ class Teacher:
     """What servers hold its floats as, in safetensors' spelling; None: as they are stored."""
     vocab_size: int | None = None
     """Its log-probabilities are over ids below it; None: the run's vocabulary."""
+    temperature: float = 1.0
+    """What its logits are divided by before they are normalised."""
     _written: Mapping[Path, int] = field(default_factory=dict[Path, int])
     """File -> when it was last written (ns), as `open` found it."""
     _digest: str = ""
@@ -34,7 +36,13 @@ class Teacher:
 
     @classmethod
     def open(
-        cls, name: str, folder: Path, *, server_dtype: str | None = None, vocab_size: int | None = None
+        cls,
+        name: str,
+        folder: Path,
+        *,
+        server_dtype: str | None = None,
+        vocab_size: int | None = None,
+        temperature: float = 1.0,
     ) -> Teacher:
         """Raises ConfigError without weights in `folder`, TeacherError for a file that is broken or too short.
 
@@ -43,7 +51,7 @@ class Teacher:
         held_dtype = None if server_dtype is None else _SPELLING[server_dtype]
         tensors = stored_tensors(folder)
         written = {file: file.stat().st_mtime_ns for file in dict.fromkeys(each.file for each in tensors.values())}
-        return cls(name, folder, tensors, held_dtype, vocab_size, written)
+        return cls(name, folder, tensors, held_dtype, vocab_size, temperature, written)
 
     @property
     def bytes(self) -> int:

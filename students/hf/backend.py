@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from distill.config.models import LoraConfig, ObjectiveConfig, StudentConfig
 from distill.errors import ConfigError, DistillError, StudentError
 from distill.modeling import packed_attention
 from distill.objectives import kernels
-from distill.protocols import Objective, WeightShard
+from distill.protocols import HeadFolder, Objective, WeightShard
 from distill.types import Batch, Signal, StepResult
 from students.hf import checkpoint, lora
 from students.hf.batching import Lesson, MicroBatch, split
@@ -46,6 +47,7 @@ from students.hf.parameters import Average, Parameters
 from students.hf.shards import WeightNames
 from students.hf.soundness import require_sound
 from students.hf.state import first_difference, restore_training, training_state
+from students.hf.teacher_heads import TeacherHeads
 from students.memory import peak_memory_bytes
 
 NAMED_SAMPLES = 8
@@ -86,9 +88,11 @@ class HFStudent:
         total_steps: int,
         vocab_size: int,
         rules: ObjectiveConfig | None = None,
+        teacher_heads: Mapping[str, HeadFolder] = MappingProxyType({}),
     ) -> None:
         """`vocab_size`: the common vocabulary (the tokenizer's length), which logits are cut to. `rules`: how tokens
-        and teachers are put together; of it, only reduction, mixture and outcome are read.
+        and teachers are put together; of it, only reduction, mixture and outcome are read. `teacher_heads`: of teachers
+        whose full rows come as hidden states.
 
         Raises ConfigError, MissingDependency or EnvironmentFault when the model or the device cannot be had.
         """
@@ -101,6 +105,7 @@ class HFStudent:
         self._version = 0
         torch.manual_seed(seed)
         self._trained = self._start(config.model)
+        self._heads = TeacherHeads(teacher_heads, vocab_size=vocab_size, device=self._device)
         if self._parallel.rank > 0:
             torch.manual_seed(seed + self._parallel.rank)  # dropout must not repeat rank 0's
 
@@ -163,7 +168,7 @@ class HFStudent:
                 why="a step on the wrong weights would be lost, or done twice",
                 fix="load the checkpoint of that version before the step",
             )
-        require_sound(batch, objective, self._vocab_size)
+        require_sound(batch, objective, self._vocab_size, self._heads.sizes)
         trained = self._trained
         lessons = lessons_of(batch, self._rules)
         mine = [lessons[each.sample.id] for each in self._parallel.share(batch.samples) if each.sample.id in lessons]
@@ -220,7 +225,7 @@ class HFStudent:
 
     def _head_job(self, objective: Objective, mixture: str) -> HeadJob:
         kernel = self.loss_kernel(objective).kernel
-        return HeadJob(objective, self._vocab_size, self._config.head_chunk_tokens, mixture, kernel)
+        return HeadJob(objective, self._vocab_size, self._config.head_chunk_tokens, mixture, self._heads, kernel)
 
     def loss_kernel(self, objective: Objective) -> kernels.Choice:
         """What computes the head's loss under `objective`. Raises as `kernels.choose` does."""
@@ -276,7 +281,7 @@ class HFStudent:
         Exact when the objective's signal is full, over the compared outcomes for a top-k. From sampled tokens alone it
         is an estimate of KL(q || p), for samples that a teacher wrote.
         """
-        require_sound(batch, objective, self._vocab_size)
+        require_sound(batch, objective, self._vocab_size, self._heads.sizes)
         self._trained.model.eval()
         try:
             told = self._parallel.together(lambda: self._measure(batch, objective))
@@ -298,7 +303,7 @@ class HFStudent:
 
         def work(micro: MicroBatch, at: HeadInput) -> Tensor:
             _, metrics = job.loss(micro, at)
-            for part in micro.teacher_parts(objective.spec, dtype=torch.float32):
+            for part in micro.teacher_parts(objective.spec, dtype=torch.float32, heads=self._heads):
                 weights_n = part.weights_n.double()
                 # of tokens that a teacher wrote, the mean of log p - log q estimates -KL(q || p)
                 kl_n = metrics[part.teacher]["kl"].double() * sign

@@ -22,6 +22,7 @@ from distill.modeling.packed_attention import Layout
 from distill.objectives.head_loss import TeacherPart
 from distill.objectives.rows import Place, TokenRows
 from distill.types import Sample, ScoredSample, Signal, SignalSpec, TeacherScores
+from students.hf.teacher_heads import HiddenRows, TeacherHeads, rows_of
 
 
 @dataclass(frozen=True)
@@ -114,10 +115,12 @@ class MicroBatch:
         more = {} if self.layout is None else self.layout.model_inputs
         return {"input_ids": self.input_ids_BT, "use_cache": False, **more}
 
-    def teacher_parts(self, spec: SignalSpec, *, dtype: torch.dtype) -> list[TeacherPart]:
+    def teacher_parts(
+        self, spec: SignalSpec, *, dtype: torch.dtype, heads: TeacherHeads | None = None
+    ) -> list[TeacherPart]:
         """The rows of each teacher that scored here, with their weights. Teachers of weight 0 are not read.
 
-        `dtype`: of the logits that the head will make for these rows.
+        `dtype`: of the logits that the head will make for these rows. `heads`: of teachers that gave hidden states.
         """
         ends = accumulate(len(lesson.trained) for lesson in self.lessons)
         shares: dict[str, list[_Share]] = {}
@@ -127,9 +130,11 @@ class MicroBatch:
                 if weight != 0:
                     span = range(end - len(lesson.trained), end)
                     shares.setdefault(scores.teacher, []).append(_Share(lesson, scores, weight, span, number))
-        return [self._part(teacher, its_shares, spec, dtype) for teacher, its_shares in shares.items()]
+        return [self._part(teacher, its_shares, spec, dtype, heads) for teacher, its_shares in shares.items()]
 
-    def _part(self, teacher: str, shares: list[_Share], spec: SignalSpec, dtype: torch.dtype) -> TeacherPart:
+    def _part(
+        self, teacher: str, shares: list[_Share], spec: SignalSpec, dtype: torch.dtype, heads: TeacherHeads | None
+    ) -> TeacherPart:
         counts = [len(share.span) for share in shares]
         index_n = torch.from_numpy(np.concatenate([np.asarray(share.span, np.int64) for share in shares]))
         signal: dict[str, Tensor] = {}
@@ -153,9 +158,12 @@ class MicroBatch:
         )
         factors = np.asarray([share.weight * share.lesson.weight for share in shares])
         # what gives full rows a chunk at a time need not be a tensor
-        full: Any = (
-            HostRows([each.of_scores("full_logprobs") for each in shares]) if spec.signal is Signal.FULL else None
-        )
+        full: Any = None
+        if spec.signal is Signal.FULL and shares[0].scores.hidden is not None:
+            assert heads is not None, f"{teacher} gave hidden states, and nobody has its head"
+            full = HiddenRows([each.of_scores("hidden") for each in shares], heads.of(teacher), rows)
+        elif spec.signal is Signal.FULL:
+            full = HostRows([each.of_scores("full_logprobs") for each in shares])
         return TeacherPart(
             teacher=teacher,
             rows=rows,
@@ -202,20 +210,11 @@ class HostRows:
 
     def __init__(self, arrays: Sequence[NDArray[np.float32]]) -> None:
         self._arrays = arrays
-        self._ends = list(accumulate(len(array) for array in arrays))
+        self._ends = np.cumsum([len(array) for array in arrays])
 
     def logp(self, keep: slice | Tensor, like_CV: Tensor) -> Tensor:
         """log q (C, V) of the rows `keep`, which rise, with the dtype and on the device of `like_CV`."""
-        wanted = np.arange(self._ends[-1])[keep] if isinstance(keep, slice) else keep.cpu().numpy()
-        pieces: list[NDArray[np.float32]] = []
-        begin = 0
-        for array, end in zip(self._arrays, self._ends, strict=True):
-            first, last = np.searchsorted(wanted, [begin, end])
-            if last > first:
-                pieces.append(array[wanted[first:last] - begin])
-            begin = end
-        # copied, because what came through shared memory is read-only
-        return torch.from_numpy(np.concatenate(pieces)).to(like_CV)
+        return torch.from_numpy(rows_of(self._arrays, self._ends, keep)).to(like_CV)
 
 
 def _describe(shares: Sequence[_Share], ends: Sequence[int], row: int) -> Place:

@@ -23,6 +23,7 @@ from distill.protocols import Objective
 from distill.types import Batch
 from students.hf.batching import Lesson, MicroBatch
 from students.hf.head import HeadInput
+from students.hf.teacher_heads import TeacherHeads
 
 
 def lessons_of(batch: Batch, rules: ObjectiveConfig) -> dict[str, Lesson]:
@@ -56,6 +57,8 @@ class HeadJob:
     chunk_tokens: int
     mixture: str = "weighted"
     """weighted: the losses of several teachers of a token are added; else their distributions are mixed first."""
+    heads: TeacherHeads | None = None
+    """Of teachers whose full rows come as hidden states."""
     kernel: bool = False
     """log p of the sampled tokens comes from `kernels.sampled_logp`, which `kernels.choose` let through."""
 
@@ -65,7 +68,7 @@ class HeadJob:
         Raises what the objective raises.
         """
         dtype = torch.float64 if at.hidden_ND.dtype == torch.float64 else torch.float32
-        parts = micro.teacher_parts(self.objective.spec, dtype=dtype)
+        parts = micro.teacher_parts(self.objective.spec, dtype=dtype, heads=self.heads)
         logp_N = self._by_kernel(micro, at) if self.kernel else None
         if self.objective.contract.couples_tokens:
             parts = self._conditioned(micro, at, parts, logp_N)

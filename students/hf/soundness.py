@@ -5,6 +5,8 @@ Legend: R response tokens of one sample, K columns of a top-k row, V common voca
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,11 +17,14 @@ from distill.protocols import Objective
 from distill.types import Batch, Sample, Signal, SignalSpec, Support, TeacherScores
 
 
-def require_sound(batch: Batch, objective: Objective, vocab_size: int) -> None:
+def require_sound(
+    batch: Batch, objective: Objective, vocab_size: int, hidden_sizes: Mapping[str, int] = MappingProxyType({})
+) -> None:
     """Check that every sample is whole and has the scores that the objective needs, one row a response token.
 
     Raises TeacherError or StudentError naming the sample (and the teacher), ConfigError for scores on byte spans that
-    the objective would take for scores of tokens. What teachers say is checked by the objective.
+    the objective would take for scores of tokens. What teachers say is checked by the objective. `hidden_sizes`: D of
+    the teachers whose heads are here, and who may give hidden states for full rows.
     """
     for item in batch.samples:
         sample = item.sample
@@ -45,7 +50,7 @@ def require_sound(batch: Batch, objective: Objective, vocab_size: int) -> None:
                     fix="use span_kl, or a teacher of the student's tokenizer",
                 )
             if weight != 0:
-                _require_shapes(sample, scores, objective.spec, vocab_size)
+                _require_shapes(sample, scores, objective.spec, vocab_size, hidden_sizes.get(scores.teacher))
     if not any(item.sample.loss_tokens for item in batch.samples):
         raise StudentError(
             f"the batch for weight version {batch.version} has no token to learn from",
@@ -84,13 +89,17 @@ def _require_whole(sample: Sample, vocab_size: int) -> None:
         )
 
 
-def _require_shapes(sample: Sample, scores: TeacherScores, spec: SignalSpec, vocab_size: int) -> None:
+def _require_shapes(
+    sample: Sample, scores: TeacherScores, spec: SignalSpec, vocab_size: int, hidden_size: int | None
+) -> None:
     rows = len(sample.response_ids)
     expected: dict[str, tuple[int, ...]] = {"logprobs": (rows,)}
     if spec.signal is Signal.TOPK:
         # a vocabulary of fewer than k tokens gives shorter rows, but a union keeps its slots
         columns = spec.columns if spec.support is Support.UNION else min(spec.columns, vocab_size)
         expected |= {"topk_ids": (rows, columns), "topk_logprobs": (rows, columns), "log_tail": (rows,)}
+    elif spec.signal is Signal.FULL and hidden_size is not None:
+        expected["hidden"] = (rows, hidden_size)
     elif spec.signal is Signal.FULL:
         expected["full_logprobs"] = (rows, vocab_size)
     if scores.spans is not None:
@@ -106,7 +115,7 @@ def _require_shapes(sample: Sample, scores: TeacherScores, spec: SignalSpec, voc
                 sample_id=sample.id,
                 teacher=scores.teacher,
             )
-        kind = "iu" if name in ("topk_ids", "spans") else "f"
+        kind = "iu" if name in ("topk_ids", "spans") else "fi" if name == "hidden" else "f"
         if array.dtype.kind not in kind:
             raise TeacherError(
                 f"sample {sample.id}, teacher {scores.teacher}: {name} holds {array.dtype}",

@@ -44,3 +44,22 @@ def test_every_kind_of_signal_trains_over_two_servers_and_two_slots(tmp_path: Pa
     assert all(np.isfinite(value) for domain in result["kl"].values() for value in domain.values())
     rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert any(row.get("publish/receivers") == 2 for row in rows)
+
+
+def test_a_run_learns_from_hidden_states_what_it_learns_from_rows(tmp_path: Path) -> None:
+    """Synchronous, so that both runs ask for the same samples; one teacher at another temperature."""
+    losses: list[list[float]] = []
+    for kind in ("rows", "hidden"):
+        run = finished(
+            tmp_path / kind,
+            objective={"name": "jsd"},
+            teachers={"math": {"model": "math"}, "code": {"model": "code", "temperature": 0.7}},
+            teacher_manager={"slots": 1, "full_rows": kind},
+            trainer={"steps": 2, "max_staleness": 0},
+        )
+        rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+        losses.append([row["train/loss"] for row in rows if "train/loss" in row])
+        sent = "hidden states are sent" if kind == "hidden" else "full rows are sent"
+        assert any(sent in path.read_text() for path in run.folder.rglob("*.jsonl")) or sent in run.output()
+    assert len(losses[0]) == 2
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)

@@ -57,6 +57,14 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("a name with a slash", {"teachers": {"a/b": {"model": "x"}}}, "'a/b' holds other characters"),
     ("a domain with a slash", {"data": [MATH, {"path": "x", "domain": "a/b"}]}, "'a/b', which is more than letters"),
     (
+        "a temperature that the server would not know",
+        {
+            "teachers": {"math": {"model": "m", "temperature": 0.5}, "code": {"model": "c"}},
+            "server": {"program": "sglang"},
+        },
+        "teachers.math.temperature is 0.5, and SGLang scores at 1",
+    ),
+    (
         "too many slots",
         {"teacher_manager": {"slots": 3}},
         "teacher_manager.slots is 3, and the number of teachers only 2",

@@ -53,6 +53,10 @@ def differences(one: RunConfig, other: RunConfig) -> list[Change]:
     return list(changes(settings_of(one), json.loads(json.dumps(settings_of(other)))))
 
 
+def teachers_at(temperature: float) -> dict[str, Any]:
+    return {name: {"model": f"./experts/{name}", "temperature": temperature} for name in ("math", "code")}
+
+
 JSD = {"name": "jsd", "beta": 0.5, "scaled": False, "support": "full", "form": "tail", "k": 0}
 PG = {"name": "policy_gradient"}
 TIS = {"name": "tis", "cap": 2.0}
@@ -93,6 +97,8 @@ def test_a_default_that_is_written_out_is_no_change(short: dict[str, Any], long:
         ({}, {"evaluation": {"data": [{"path": "x", "domain": "math"}]}}, "evaluation.data.0 is {", False),
         ({}, {"observe": {"sinks": []}}, "observe.sinks is [], and was ['jsonl', 'tensorboard']", True),
         ({}, {"server": {"dtype": "bfloat16"}}, "server.dtype is 'bfloat16'", False),
+        ({}, {"teacher_manager": {"full_rows": "rows"}}, "full_rows is 'rows', and was 'auto'", True),
+        ({}, {"teachers": teachers_at(0.5)}, "teachers.math.temperature is 0.5, and was null", False),
     ],
 )
 def test_a_change_is_named_and_judged(before: dict[str, Any], after: dict[str, Any], says: str, allowed: bool) -> None:
@@ -114,3 +120,11 @@ def test_a_teacher_more_or_less_is_a_change_that_is_not_allowed() -> None:
     two = {"teachers": {"math": {"model": "x"}, "code": {"model": "y"}}, "data": [{"path": "m.jsonl"}]}
     for found in (differences(config(**one), config(**two)), differences(config(**two), config(**one))):
         assert [(change.key, change.allowed) for change in found] == [(("teachers", "code"), False)]
+
+
+def test_a_run_from_before_teachers_had_temperatures_goes_on_at_1() -> None:
+    old = json.loads(json.dumps(settings_of(config())))
+    for teacher in old["teachers"].values():
+        del teacher["temperature"]
+    assert list(changes(settings_of(config()), old)) == []
+    assert [change.allowed for change in changes(settings_of(config(teachers=teachers_at(0.5))), old)] == [False, False]

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distill.build import check_signal
 from distill.errors import ConfigError, TeacherError
 from distill.objectives.divergence import ReverseKL
 from distill.protocols import TeacherCaps
+from distill.teaching import check_signal
 from distill.types import Generation, ScoreRequest, Signal, SignalSpec, Support, TeacherScores
 from tests.builders import sample
 from tests.builders_teachers import FakeClient, FakeServer, Rig, open_teachers

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from distill import packing
+from distill.serving import reply_files
 from distill.serving.embedded import replies
 from distill.serving.embedded.http import error_fields, json_reply
 from distill.serving.embedded.jobs import Job, Refusal, Result
@@ -39,12 +40,21 @@ async def answer(engines: Engines, call: GenerateCall, began: float, request: Re
         return StreamingResponse(_stream(engines, call, began), media_type="text/event-stream")
     results = await _finish_all(engines, call, request)
     if call.packed:
-        return Response(await asyncio.to_thread(replies.packed, call.jobs, results), media_type=packing.CONTENT_TYPE)
+        return await asyncio.to_thread(_packed, call, results, request.headers.get(reply_files.HEADER))
     seconds = time.monotonic() - began
     items = [
         replies.generation(job, result, seconds, call.flat) for job, result in zip(call.jobs, results, strict=True)
     ]
     return json_reply(items if call.batched else items[0])
+
+
+def _packed(call: GenerateCall, results: list[Result], file: str | None) -> Response:
+    """The packed reply: in the file that the client named, where it is large and can be seen from here."""
+    body = replies.packed(call.jobs, results)
+    told = None if file is None else reply_files.write_reply(file, body)
+    if told is None:
+        return Response(body, media_type=packing.CONTENT_TYPE)
+    return Response(b"", media_type=packing.CONTENT_TYPE, headers={reply_files.HEADER: told})
 
 
 async def _finish_all(engines: Engines, call: GenerateCall, request: Request) -> list[Result]:

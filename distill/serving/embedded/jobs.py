@@ -1,6 +1,6 @@
 """What travels between the HTTP side and the engine thread: jobs in, results out. Loads no torch.
 
-Shape legend: P prompt tokens, R scored rows, K top-k entries, V vocabulary.
+Shape legend: P prompt tokens, R scored rows, K top-k entries, V vocabulary, D hidden.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
+Hidden = NDArray[Any]
+"""float32, float16, or int16 with the bits of bfloat16."""
 
 
 class Refusal(Exception):
@@ -53,6 +55,12 @@ class Wanted:
     """(R, J) further ids to report at each scored position, of its own (packed replies only)."""
     full: bool = False
     """Report whole rows of the prompt's distribution (packed replies only)."""
+    hidden: bool = False
+    """Report the final hidden states of the prompt's rows (packed replies only)."""
+    half: bool = False
+    """Log-probabilities of top-k rows are sent as float16 (packed replies only)."""
+    temperature: float = 1.0
+    """What logits are divided by before the prompt's rows are normalised (packed replies only)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,8 @@ class InputScores:
     """(R, J) at `Wanted.row_ids`."""
     full: Floats | None
     """(R, V)"""
+    hidden: Hidden | None = None
+    """(R, D) in the model's dtype; bfloat16 as its bits in int16."""
 
 
 @dataclass(frozen=True, slots=True)

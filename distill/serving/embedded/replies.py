@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from distill import packing
 from distill.serving.embedded.jobs import Finish, Floats, Ids, InputScores, Job, Result
-from distill.serving.packed import request_digest
+from distill.serving.packed import request_digest, to_half
 
 Flat = Literal["nested", "flat", "base64"]
 """How the top-k rows of written tokens are laid out."""
@@ -58,6 +58,7 @@ def packed(jobs: Sequence[Job], results: Sequence[Result]) -> bytes:
             "weight_version": result.weight_version,
             "digest": request_digest(job.prompt, job.wanted.row_ids),
         }
+        | ({} if job.wanted.temperature == 1.0 else {"temperature": job.wanted.temperature})
         for job, result, one in zip(jobs, results, scores, strict=True)
     ]
     arrays: dict[str, NDArray[Any]] = {"logprobs": np.concatenate([one.logprobs for one in scores])}
@@ -67,10 +68,13 @@ def packed(jobs: Sequence[Job], results: Sequence[Result]) -> bytes:
         ("row_logprobs", [one.row_logprobs for one in scores]),
         ("log_tail", [one.log_tail for one in scores]),
         ("full_logprobs", [one.full for one in scores]),
+        ("hidden", [one.hidden for one in scores]),
     ):
         there = [part for part in parts if part is not None]
         if there:
             arrays[name] = np.concatenate(there)
+    if jobs[0].wanted.half:
+        arrays |= {name: to_half(arrays[name]) for name in ("topk_logprobs", "row_logprobs") if name in arrays}
     return packing.pack({"items": items}, arrays)
 
 

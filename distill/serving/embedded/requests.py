@@ -1,7 +1,8 @@
 """From the JSON of `/generate` to jobs. Everything that can be wrong with a request is found here, before the engine.
 
 Keys and defaults are those of SGLang 0.5.23 (`GenerateReqInput`, `SamplingParams`), plus our own `return_packed`,
-`return_full_logprobs` and packed bodies. A key that would have to be ignored is refused.
+`return_full_logprobs`, `topk_dtype`, `logprob_temperature` and packed bodies, and `return_hidden_states` in a packed
+form. A key that would have to be ignored is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from distill.serving.embedded.replies import Flat
 _KEYS = {
     "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob",
     "stream", "rid", "return_packed", "return_full_logprobs", "return_flat_raw_output_top_logprobs",
-    "return_flat_raw_top_logprobs", "return_flat_raw_top_logprobs_b64",
+    "return_flat_raw_top_logprobs", "return_flat_raw_top_logprobs_b64", "return_hidden_states", "topk_dtype",
+    "logprob_temperature",
 }  # fmt: skip
 _HARMLESS_KEYS = {
     "return_text_in_logprobs", "log_metrics", "extra_key", "cache_salt", "priority", "routed_dp_rank",
@@ -119,6 +121,7 @@ def parse_generate(body: Any, bounds: Bounds, arrays: Mapping[str, NDArray[Any]]
         jobs.append(Job(rids[i], prompt, sampling, wanted, call, batch_rid))
     if arrays:
         _give_row_ids(jobs, arrays, packed, bounds)
+    _give_form(jobs, body, packed)
     return GenerateCall(jobs, batched, stream, packed, flat)
 
 
@@ -147,6 +150,22 @@ def _give_row_ids(jobs: Sequence[Job], arrays: Mapping[str, NDArray[Any]], packe
         raise _bad("a row of row_ids names the same id twice")
     for job, end, count in zip(jobs, itertools.accumulate(counts), counts, strict=True):
         job.wanted = replace(job.wanted, row_ids=ids_NJ[end - count : end])
+
+
+def _give_form(jobs: Sequence[Job], body: Mapping[str, Any], packed: bool) -> None:
+    """Hidden states, temperatures, and how numbers are written: all of packed replies alone, which can tell them."""
+    hidden, dtype = _flag(body, "return_hidden_states"), body.get("topk_dtype")
+    if dtype not in (None, "float16", "float32"):
+        raise _bad(f"topk_dtype must be float16 or float32, got {dtype!r}")
+    temperatures = _per_request("logprob_temperature", body.get("logprob_temperature"), len(jobs))
+    for temperature in temperatures:
+        if temperature is not None and not (_is_number(temperature) and temperature >= _LEAST_TEMPERATURE):
+            raise _bad(f"logprob_temperature must be a number of at least {_LEAST_TEMPERATURE}, got {temperature!r}")
+    if not packed and (hidden or dtype is not None or any(one is not None for one in temperatures)):
+        raise _bad("return_hidden_states, topk_dtype and logprob_temperature need return_packed: true")
+    for job, temperature in zip(jobs, temperatures, strict=True):
+        at = 1.0 if temperature is None else float(temperature)
+        job.wanted = replace(job.wanted, hidden=hidden, half=dtype == "float16", temperature=at)
 
 
 def _bad(message: str) -> Refusal:

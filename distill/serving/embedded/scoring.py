@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +24,7 @@ from distill.modeling.head import logits
 from distill.modeling.packed import PackedBatch
 from distill.modeling.packed_attention import why_not
 from distill.modeling.skeleton import Skeleton
-from distill.serving.embedded.jobs import Floats, Ids, InputScores, Job
+from distill.serving.embedded.jobs import Floats, Hidden, Ids, InputScores, Job
 from distill.serving.embedded.served import ServedModel
 
 _HEAD_ELEMENTS = 1 << 26
@@ -57,7 +58,8 @@ def next_group(waiting: Sequence[Job], device: str, *, one_call: bool) -> list[J
 def score(
     served: ServedModel, jobs: Sequence[Job], adapters: Sequence[LoraAdapter | None] | None = None
 ) -> list[InputScores]:
-    """Scores of each job's prompt, at temperature 1. `adapters`: what each job is computed with beside the model."""
+    """Scores of each job's prompt, at the temperature that it wants. `adapters`: what each job is computed with beside
+    the model."""
     owners, by_owner = _owners(jobs, adapters)
     batch = _batch(jobs, served.limits.device, owners)
     if not sum(batch.counts):
@@ -94,15 +96,32 @@ def score_hidden(
     counts = [_rows_of(job) for job in jobs]
     rooms = [_room(job, count, vocab_size) for job, count in zip(jobs, counts, strict=True)]
     firsts = np.concatenate([[0], np.cumsum(counts)])
+    rooms = [
+        replace(room, hidden=as_numpy(hidden_ND[begin : begin + count])) if job.wanted.hidden else room
+        for job, room, begin, count in zip(jobs, rooms, firsts[:-1].tolist(), counts, strict=True)
+    ]
     step = max(1, _HEAD_ELEMENTS // vocab_size)
     for low in range(0, len(hidden_ND), step):
         high = min(len(hidden_ND), low + step)
-        logp_NV = torch.log_softmax(head(hidden_ND[low:high]), dim=-1)
+        logits_NV = head(hidden_ND[low:high])
+        logp_NV = torch.log_softmax(logits_NV, dim=-1)
         for job, room, first, end in zip(jobs, rooms, firsts[:-1].tolist(), firsts[1:].tolist(), strict=True):
             begin, stop = max(low, first), min(high, end)
             if begin < stop:
-                _fill(room, slice(begin - first, stop - first), logp_NV[begin - low : stop - low], job)
+                here = slice(begin - low, stop - low)
+                logp_RV = logp_NV[here] if job.wanted.temperature == 1.0 else _cooled(logits_NV[here], job)
+                _fill(room, slice(begin - first, stop - first), logp_RV, job)
     return rooms
+
+
+def _cooled(logits_RV: Tensor, job: Job) -> Tensor:
+    return torch.log_softmax(logits_RV / job.wanted.temperature, dim=-1)
+
+
+def as_numpy(hidden_RD: Tensor) -> Hidden:
+    """Exactly what the head is applied to. numpy has no bfloat16: int16 holds its bits."""
+    host_RD = hidden_RD.detach().cpu().contiguous()
+    return host_RD.view(torch.int16).numpy() if host_RD.dtype is torch.bfloat16 else host_RD.numpy()
 
 
 def _owners(
