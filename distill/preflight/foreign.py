@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from distill.config import RunConfig
 from distill.errors import ConfigError
-from distill.preflight.data import Prompts, answer_length, check_length
-from distill.preflight.folder import ModelFolder
-from distill.preflight.vocabulary import Vocabularies, Vocabulary, end_ids
+from distill.preflight.data import Prompts
+from distill.preflight.own_prompts import room, spell_prompts
+from distill.preflight.vocabulary import Vocabularies, end_ids
 from distill.protocols import Objective
-from distill.rollout.prompts import encode
 from distill.teacher_manager import Spelling, Translation
-from distill.teacher_manager.translation import prompt_key
-from distill.types import Ids
 
 if TYPE_CHECKING:
     from distill.preflight.inspection import Models
@@ -59,35 +56,15 @@ def make_translations(
             teacher=name,
             student=student,
             spelling=Spelling.read(vocabulary.tokenizer, end_ids(model.path, vocabulary), f"teachers.{name}"),
-            prompts=_prompts(config, name, vocabulary, prompts, _room(config, model)),
-            context_length=_room(config, model),
-            student_context_length=_room(config, models.student),
+            prompts=spell_prompts(
+                config,
+                name,
+                vocabulary.tokenizer,
+                prompts,
+                room(config, model),
+                f"teachers.{name}.model, as its own tokenizer counts",
+            ),
+            context_length=room(config, model),
+            student_context_length=room(config, models.student),
         )
-    return found
-
-
-def _room(config: RunConfig, model: ModelFolder) -> int:
-    return min(model.context_length, config.server.context_length or model.context_length)
-
-
-def _prompts(
-    config: RunConfig, name: str, vocabulary: Vocabulary, prompts: Prompts, context_length: int
-) -> Mapping[bytes, Ids]:
-    """The prompts that the teacher scores, and the held-out ones that it answers, as it reads them.
-
-    Rows that the student cannot tell apart are read as the first of them.
-    """
-    trained = [pair for pair in prompts.rows if name in pair[0].teachers]
-    held_out = [pair for pair in prompts.held_out_rows if config.evaluation.teachers or name in pair[0].teachers]
-    limits = ((trained, config.rollout.max_new_tokens, "rollout.max_new_tokens"), (held_out, *answer_length(config)))
-    found: dict[bytes, Ids] = {}
-    for pairs, new_tokens, setting in limits:
-        if not pairs:
-            continue
-        rows = [row for row, _ in pairs]
-        encoded = [encode(row, vocabulary.tokenizer, f"teachers.{name}'s") for row in rows]
-        tightest = f"teachers.{name}.model, as its own tokenizer counts"
-        check_length(rows, encoded, new_tokens, setting, context_length, tightest)
-        for (_, ids), own in zip(pairs, encoded, strict=True):
-            found.setdefault(prompt_key(ids), own)
     return found

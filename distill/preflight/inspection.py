@@ -12,10 +12,12 @@ from distill.objectives.build import build_objective
 from distill.preflight import machine
 from distill.preflight.data import Prompts, load_prompts, prompts_needed
 from distill.preflight.folder import ModelFolder, existing_folder, inspect_folder, read_json
-from distill.preflight.foreign import check_alignment, make_translations
+from distill.preflight.foreign import check_alignment
 from distill.preflight.lora import check_targets
+from distill.preflight.memory import check_host, holdings, slot_budget
 from distill.preflight.parts import check_parts
 from distill.preflight.programs import check_loss_kernel, check_programs
+from distill.preflight.readers import make_readers
 from distill.preflight.vocabulary import (
     Vocabularies,
     Vocabulary,
@@ -29,7 +31,7 @@ from distill.preflight.vocabulary import (
 )
 from distill.protocols import Objective
 from distill.run_folder import foresee
-from distill.teacher_manager import Translation
+from distill.teacher_manager import Reader
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -69,8 +71,8 @@ class Preflight:
     vocab_size: int
     """V: every log-probability is over ids below it, but for teachers with another tokenizer."""
     teacher_vocab_sizes: Mapping[str, int]
-    translations: Mapping[str, Translation]
-    """For each teacher with another tokenizer."""
+    translations: Mapping[str, Reader]
+    """For each teacher that does not read the student's ids: it has another tokenizer, or a context of its own."""
     end_ids: tuple[int, ...]
     prompts: Prompts
     objective: Objective
@@ -105,10 +107,12 @@ def inspect(config: RunConfig) -> Preflight:
     notes += vocabularies.notes
     notes += [note for model, size in heads(models, vocabularies) if (note := check_rows(model, size))]
     prompts = inspect_prompts(config, models, vocabulary)
+    notes += prompts.notes
     objective = inspect_objective(config, vocabularies)
     note = check_loss_kernel(config, objective)
     notes += [note] if note else []
-    translations = make_translations(config, models, vocabularies, prompts)
+    translations = make_readers(config, models, vocabularies, prompts)
+    check_memory(config, models)
     needed = machine.check_disk(config, models.student.parameters)
     machine.check_ports(config)
     return Preflight(
@@ -170,7 +174,7 @@ def inspect_models(config: RunConfig) -> Models:
         teachers=teachers,
         context_length=context,
         tightest=tightest,
-        slot_bytes=_slot_budget(config, teachers),
+        slot_bytes=slot_budget(config, teachers),
     )
 
 
@@ -215,6 +219,11 @@ def inspect_objective(config: RunConfig, vocabularies: Vocabularies) -> Objectiv
             + (f"; or compare the whole vocabulary: remove {' and '.join(topk)}" if topk else ""),
         )
     return objective
+
+
+def check_memory(config: RunConfig, models: Models) -> int:
+    """Bytes of this machine's memory that weights will take. Raises EnvironmentFault when it has less."""
+    return check_host(config, holdings(config, models.student, models.slot_bytes, ITEMSIZE[config.server.dtype]))
 
 
 def make_plan(config: RunConfig, models: Models, prompts: Prompts) -> Plan:
@@ -269,25 +278,3 @@ def _refuse_adapter(folder: Path, base: Path | None, role: str) -> None:
         fix="merge it into its base (peft: merge_and_unload, save_pretrained), name the merged folder in "
         f"{role}.model" + (f" and remove {role}.base" if base else ""),
     )
-
-
-def _slot_budget(config: RunConfig, teachers: Mapping[str, TeacherFolder]) -> int:
-    largest = max(teachers.values(), key=lambda teacher: teacher.slot_bytes)
-    slot_gb = config.teacher_manager.slot_gb
-    if slot_gb is None:
-        return largest.slot_bytes
-    budget = int(slot_gb * 1e9)
-    if budget < largest.slot_bytes:
-        raise ConfigError(
-            f"teacher_manager.slot_gb is {slot_gb:g} ({budget} bytes), and teachers.{largest.name} needs "
-            f"{largest.slot_bytes} bytes ({largest.model.parameters} parameters in {config.server.dtype})",
-            why="a slot must hold each teacher by itself",
-            fix=f"set teacher_manager.slot_gb={_round_up(largest.slot_bytes / 1e9):g} or more, or another server.dtype",
-        )
-    return budget
-
-
-def _round_up(gigabytes: float) -> float:
-    """Three figures are enough to read, and never less than was asked for."""
-    text = f"{gigabytes:.3g}"
-    return float(text) if float(text) >= gigabytes else float(f"{gigabytes * 1.005:.3g}")
