@@ -62,7 +62,7 @@ class Teaching:
             name,
             {
                 "name": name,
-                "model": config.teachers[first].model,
+                "model": self.checked.models.teachers[first].model.path,
                 "vocab_size": self.checked.teacher_vocab_sizes[first],
                 "folder": self.folder / "logs",
                 "index": config.rollout.servers + index,
@@ -147,12 +147,12 @@ class Teaching:
         """Of each LoRA adapter, what it stands on."""
         return {
             name: Teacher.open(
-                f"{name}'s base",
+                f"base {base.name}",
                 base,
                 server_dtype=self.config.server.dtype,
                 vocab_size=self.checked.teacher_vocab_sizes[name],
             )
-            for name, teacher in self.config.teachers.items()
+            for name, teacher in self.checked.models.teachers.items()
             if (base := teacher.base) is not None
         }
 

@@ -151,8 +151,8 @@ def _catalogue(config: RunConfig, preflight: Preflight) -> Catalogue:
         return Teacher.open(name, folder, server_dtype=config.server.dtype, vocab_size=vocab_size)
 
     sizes = preflight.teacher_vocab_sizes
-    teachers = [opened(name, each.model, sizes[name]) for name, each in config.teachers.items()]
-    under = {name: each.base for name, each in config.teachers.items() if each.base is not None}
+    teachers = [opened(name, each.folder, sizes[name]) for name, each in preflight.models.teachers.items()]
+    under = {name: each.base for name, each in preflight.models.teachers.items() if each.base is not None}
     return Catalogue(teachers, {name: opened(f"base {base.name}", base, None) for name, base in under.items()})
 
 

@@ -17,15 +17,20 @@ from distill.config.models import (
     TeacherManagerConfig,
     TrainerConfig,
 )
+from distill.config.routing import ContextConfig, MatchConfig, RoutingConfig, RuleConfig
 
 __all__ = [
+    "ContextConfig",
     "DataConfig",
     "EvaluationConfig",
+    "MatchConfig",
     "MeshConfig",
     "ObjectiveConfig",
     "ObserveConfig",
     "PrepareConfig",
     "RolloutConfig",
+    "RoutingConfig",
+    "RuleConfig",
     "RunConfig",
     "RunSection",
     "ServerConfig",

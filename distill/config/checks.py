@@ -11,19 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from distill import registry
+from distill.config.checks_data import DATA_CHECKS
+from distill.config.checks_routing import ROUTING_CHECKS, TARGET
 from distill.config.elsewhere import teachers_are_somewhere
 from distill.config.explain import Finding, Where, gather, nowhere
-from distill.config.models import DataConfig, RunConfig
+from distill.config.models import RunConfig
 from distill.config.schema import KeyPath, dotted
 
-NAME = re.compile(r"\w[\w.-]*")
-"""Of a teacher and of a domain: they become parts of metrics' names, whose parts are separated by `/`."""
 LEAST_TEMPERATURE = 1e-6
 """SGLang 0.5.23 and the embedded server."""
-LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
-"""Of a teacher, a domain, an outcome. A step is summed up in float32, which holds seven digits: what weighs less than a
-millionth is lost beside the rest, and what weighs more leaves no room for it."""
-TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def check(config: RunConfig, where: Where = nowhere, others: Sequence[Finding] = ()) -> None:
@@ -52,86 +48,15 @@ def _names_are_registered(config: RunConfig) -> Iterator[Finding]:
             yield key, f"{dotted(key)}: there is no {kind} {name!r}", registry.did_you_mean(name, registry.names(kind))
 
 
-def _teachers_in_data_exist(config: RunConfig) -> Iterator[Finding]:
-    for name in config.teachers:
-        if not NAME.fullmatch(name):
-            key = ("teachers", name)
-            yield (
-                key,
-                f"the teacher's name {name!r} holds other characters than letters, digits, '_', '.' and '-'",
-                "rename it",
-            )
-    for at, source in _sources(config):
-        if source.teachers is None:
-            continue
-        if not source.teachers:
-            yield (*at, "teachers"), f"{dotted(at)}.teachers is empty", "name a teacher, or leave the key out"
-        weights = source.teachers if isinstance(source.teachers, dict) else {}
-        for position, name in enumerate(source.teachers):
-            place: KeyPath = (*at, "teachers", name if weights else position)
-            if name in list(source.teachers)[:position]:
-                yield (
-                    place,
-                    f"{dotted(at)}.teachers names {name!r} twice",
-                    f"name it once; a mapping gives it another weight: {{{name}: 2.0}}",
-                )
-            elif name not in config.teachers:
-                yield (
-                    place,
-                    f"{dotted(at)}.teachers names {name!r}, which is not one of the teachers",
-                    registry.did_you_mean(name, config.teachers),
-                )
-            elif weights and not weights[name] > 0:
-                yield (
-                    place,
-                    f"{dotted(place)} must be more than 0, and is {weights[name]:g}",
-                    "leave out a teacher without weight",
-                )
-
-
-def _sources(config: RunConfig) -> Iterator[tuple[KeyPath, DataConfig]]:
-    yield from ((("data", index), source) for index, source in enumerate(config.data))
-    yield from ((("evaluation", "data", index), source) for index, source in enumerate(config.evaluation.data))
-
-
-def _every_teacher_has_work(config: RunConfig) -> Iterator[Finding]:
-    """Only where the configuration tells: rows may name teachers and domains themselves."""
-    used: set[str] = set()
-    for source in config.data:
-        if source.teachers is not None:
-            used |= set(source.teachers)
-        else:
-            return
-    for name in config.teachers:
-        if name not in used:
-            yield (
-                ("teachers", name),
-                f"teachers.{name} is named by no entry of data",
-                "name it in the `teachers` of an entry of data, or remove it",
-            )
-
-
-def _weights_are_used(config: RunConfig) -> Iterator[Finding]:
-    """Only where the configuration tells: rows may name teachers with weights, or without."""
-    if not all(isinstance(source.teachers, dict) for source in config.data):
-        return
-    for name, teacher in config.teachers.items():
-        if teacher.weight != type(teacher).model_fields["weight"].default:
-            yield (
-                ("teachers", name, "weight"),
-                f"teachers.{name}.weight has no effect: every entry of data gives its teachers weights of its own",
-                "remove it, or name the teacher without a weight",
-            )
-
-
-def _slots_fit_teachers(config: RunConfig) -> Iterator[Finding]:
+def _slots_have_teachers(config: RunConfig) -> Iterator[Finding]:
+    """A slot more than teachers can take a share of a long queue, where servers hold teachers in any number."""
     slots = config.teacher_manager.slots
     teachers = sum(teacher.url is None for teacher in config.teachers.values())
-    if slots > max(teachers, 1):  # one that stays empty where all teachers are elsewhere is the default
+    if config.server.program != "embedded" and slots > max(teachers, 1):
         yield (
             ("teacher_manager", "slots"),
             f"teacher_manager.slots is {slots}, and the number of teachers only {teachers}",
-            f"a slot holds one teacher at a time: set it to {max(teachers, 1)} or less",
+            f"a server of {config.server.program} holds one teacher at a time: set it to {max(teachers, 1)} or less",
         )
 
 
@@ -201,29 +126,6 @@ def _batches_are_whole_prompts(config: RunConfig) -> Iterator[Finding]:
             f"store.capacity is {config.store.capacity}, less than one batch ({batch})",
             f"take at least {batch}, or leave it out",
         )
-
-
-def _evaluation_is_complete(config: RunConfig) -> Iterator[Finding]:
-    evaluation = config.evaluation
-    if not evaluation.data:
-        for name in ("every", "limit", "kl", "max_new_tokens"):
-            if getattr(evaluation, name):
-                yield (
-                    ("evaluation", name),
-                    f"evaluation.{name} is given, but evaluation.data is empty",
-                    "name held-out prompts there",
-                )
-    domains = {source.domain for source in config.data}
-    if None in domains:
-        return
-    known = {str(domain) for domain in domains} | set(config.teachers)
-    for index, source in enumerate(evaluation.data):
-        if source.domain is not None and source.domain not in known and source.teachers is None:
-            yield (
-                ("evaluation", "data", index, "domain"),
-                f"evaluation.data.{index}.domain is {source.domain!r}, which is neither a domain of data nor a teacher",
-                registry.did_you_mean(source.domain, known) + "; or give the entry its `teachers`",
-            )
 
 
 def _folders_are_the_runs_own(config: RunConfig) -> Iterator[Finding]:
@@ -304,66 +206,6 @@ def _ranks_fit_the_student(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def _domains_are_names(config: RunConfig) -> Iterator[Finding]:
-    for at, source in _sources(config):
-        if source.domain is not None and not NAME.fullmatch(source.domain):
-            yield (
-                (*at, "domain"),
-                f"{dotted(at)}.domain is {source.domain!r}, which is more than letters, digits, '_', '.' and '-'",
-                "rename it: it becomes a part of the metrics' names",
-            )
-
-
-def _weights_can_be_felt(config: RunConfig) -> Iterator[Finding]:
-    """A weight of 0 is left to others: it means something, or is refused already."""
-    for key, weight in _weights(config):
-        if 0 < weight < LEAST_WEIGHT or weight > MOST_WEIGHT:
-            yield (
-                key,
-                f"{dotted(key)} must be between {LEAST_WEIGHT:g} and {MOST_WEIGHT:g}, and is {weight:g}",
-                "bring the weights nearer to 1: a step is summed up in float32, where one part would drown another",
-            )
-
-
-def _weights(config: RunConfig) -> Iterator[tuple[KeyPath, float]]:
-    """Every weight of the configuration."""
-    yield from ((("teachers", name, "weight"), teacher.weight) for name, teacher in config.teachers.items())
-    for at, source in _sources(config):
-        if isinstance(source.teachers, dict):
-            yield from (((*at, "teachers", name), weight) for name, weight in source.teachers.items())
-    objective, key = config.objective, ("objective",)
-    yield from (((*key, "domain_weights", name), weight) for name, weight in (objective.domain_weights or {}).items())
-    if objective.outcome is not None:
-        yield from (
-            ((*key, "outcome", name), getattr(objective.outcome, name)) for name in ("weight", "teacher_weight")
-        )
-
-
-def _domain_weights_are_of_domains(config: RunConfig) -> Iterator[Finding]:
-    weights, key = config.objective.domain_weights, ("objective", "domain_weights")
-    if weights is None:
-        return
-    if config.objective.reduction != "domain_balanced":
-        yield (
-            key,
-            f"objective.domain_weights has no effect with objective.reduction={config.objective.reduction}",
-            "set objective.reduction=domain_balanced, or remove it",
-        )
-    if not any(weights.values()):
-        yield key, "objective.domain_weights leaves every domain out", "give a domain a weight above 0"
-    domains = {source.domain for source in config.data}
-    if None in domains:
-        # rows may name domains themselves
-        return
-    known = {str(domain) for domain in domains}
-    for name in weights:
-        if name not in known:
-            what = f"objective.domain_weights names {name!r}, which is not a domain of data"
-            yield (*key, name), what, registry.did_you_mean(name, known)
-    for name in sorted(known - set(weights)):
-        yield key, f"objective.domain_weights has none for the domain {name!r}", "give it one; 0 leaves it out"
-
-
 def _segments_exist(config: RunConfig) -> Iterator[Finding]:
     """No part of Distill cuts an answer into several samples; a store of the user's own may hold some that were."""
     plain = {"segment_mean": "seq_mean", "segment_token": "token_mean"}
@@ -375,17 +217,6 @@ def _segments_exist(config: RunConfig) -> Iterator[Finding]:
             f"{plain[reduction]}",
             f"set it to {plain[reduction]}; segments can only come from a store of your own, which sets "
             "Sample.trajectory",
-        )
-
-
-def _a_mixture_has_several_teachers(config: RunConfig) -> Iterator[Finding]:
-    """Only where the configuration tells: rows may name teachers themselves."""
-    alone = all(source.teachers is not None and len(source.teachers) < 2 for source in config.data)
-    if config.objective.mixture != "weighted" and (alone or len(config.teachers) == 1):
-        yield (
-            ("objective", "mixture"),
-            f"objective.mixture is {config.objective.mixture}, but every sample has a single teacher",
-            "name several `teachers` in an entry of data, or remove it",
         )
 
 
@@ -434,23 +265,17 @@ def _temperatures_are_exact(config: RunConfig) -> Iterator[Finding]:
 
 CHECKS: tuple[Callable[[RunConfig], Iterable[Finding]], ...] = (
     _names_are_registered,
-    _teachers_in_data_exist,
-    _every_teacher_has_work,
-    _weights_are_used,
     teachers_are_somewhere,
-    _slots_fit_teachers,
+    _slots_have_teachers,
     _attached_servers_are_named,
     _ports_exist,
     _batches_are_whole_prompts,
-    _evaluation_is_complete,
     _folders_are_the_runs_own,
     _nothing_is_ignored,
     _ranks_fit_the_student,
-    _domains_are_names,
-    _weights_can_be_felt,
-    _domain_weights_are_of_domains,
     _segments_exist,
-    _a_mixture_has_several_teachers,
     _outcomes_can_teach,
     _temperatures_are_exact,
+    *DATA_CHECKS,
+    *ROUTING_CHECKS,
 )

@@ -11,7 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from distill.config.models import PATTERNS, RunConfig
+from distill.config.fields import PATTERNS
+from distill.config.models import RunConfig
 from distill.config.schema import (
     KeyPath,
     UnknownKey,

@@ -6,77 +6,44 @@ path, a list for a tuple; YAML has no other way to write those. Upper bounds are
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import ConfigDict, Field, field_validator
 
-INT32 = 2**31 - 1
-"""Ids, counts and lengths are int32 on the wire and in the arrays."""
-Positive = Annotated[int, Field(gt=0, le=INT32)]
-Count = Annotated[int, Field(ge=0, le=INT32)]
-Processes = Annotated[int, Field(gt=0, le=4096)]
-"""Processes, or threads of one: more is a slip of the finger on any machine, and one controller watches them all."""
-Steps = Annotated[int, Field(gt=0, le=99_999_999)]
-"""A checkpoint's folder is named by its step, in eight digits."""
-Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
-"""A year at most: clocks and locks of the operating system know no infinity."""
-PATTERNS = {
-    r"^(auto|cpu|cuda(:\d{1,3})?)$": "auto, cpu, cuda or cuda:N",
-    r"^\w[\w.-]*$": "a name of letters, digits, '_', '.' and '-' that begins with neither a dot nor a dash",
-    r"^[\w.:-]+$": "the address or the name of a host",
-    r"^[A-Z_][A-Z0-9_]*$": "the name of an environment variable, in capitals",
-}
-"""What the patterns of texts mean, for people."""
-_DEVICE, _NAME, _HOST, _VARIABLE = PATTERNS
-_NAME_BYTES, _PATH_BYTES = 255, 4095
-"""The longest file name and path of Linux (limits.h: NAME_MAX, PATH_MAX)."""
+from distill.config.fields import (
+    INT32,
+    NAME_PATTERN,
+    VARIABLE,
+    Count,
+    Device,
+    FilePath,
+    Fraction,
+    Host,
+    Positive,
+    Processes,
+    Seconds,
+    Section,
+    Steps,
+    Text,
+)
+from distill.config.routing import ContextConfig, RoutingConfig
 
 
-def _not_empty(value: Any) -> Any:
-    if value == "":
-        raise PydanticCustomError("unusable_path", "a path")
-    return value
-
-
-def _usable(path: Path) -> Path:
-    """The operating system would refuse others with an error that names no setting."""
-    encoded = os.fsencode(path)
-    if b"\0" in encoded:
-        raise PydanticCustomError("unusable_path", "a path without the character NUL")
-    if len(encoded) > _PATH_BYTES or any(len(part) > _NAME_BYTES for part in encoded.split(b"/")):
-        raise PydanticCustomError("unusable_path", "a path that is not longer than the system allows")
-    return path
-
-
-FilePath = Annotated[Path, Field(strict=False), BeforeValidator(_not_empty), AfterValidator(_usable)]
-Text = Annotated[str, Field(min_length=1)]
-Host = Annotated[str, Field(pattern=_HOST, max_length=253)]
-Device = Annotated[str, Field(pattern=_DEVICE, description="auto takes a GPU where there is one; cpu, cuda, cuda:N")]
-Fraction = Annotated[float, Field(gt=0, le=1)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
-
-
-class RunSection(_Section):
-    name: str = Field(default="run", pattern=_NAME, max_length=100, description="names the output folder")
+class RunSection(Section):
+    name: str = Field(default="run", pattern=NAME_PATTERN, max_length=100, description="names the output folder")
     dir: FilePath | None = Field(default=None, description="output folder; default outputs/<name>/<time>")
     seed: int = Field(default=0, ge=0, le=2**32 - 1, description="of the order of prompts, of sampling and of dropout")
 
 
-class PrepareConfig(_Section):
+class PrepareConfig(Section):
     """A script that makes what the recipe needs, run once: `python script --output DIR`."""
 
     script: FilePath = Field(description="relative to the YAML file")
     output: FilePath = Field(description="folder that it fills; a finished one is reused while the script is unchanged")
 
 
-class LoraConfig(_Section):
+class LoraConfig(Section):
     """A student of which only small adapters learn."""
 
     r: Annotated[int, Field(gt=0, le=4096)] = Field(default=16, description="rank of each adapter")
@@ -104,7 +71,7 @@ class LoraConfig(_Section):
         return targets
 
 
-class StudentConfig(_Section):
+class StudentConfig(Section):
     backend: str = Field(default="hf", description="registry name of the training backend")
     model: FilePath = Field(description="Hugging Face folder that the student starts from")
     tokenizer: FilePath | None = Field(default=None, description="default: the model's folder")
@@ -167,7 +134,7 @@ class StudentConfig(_Section):
     )
 
 
-class TeacherConfig(_Section):
+class TeacherConfig(Section):
     model: FilePath | None = Field(default=None, description="Hugging Face folder")
     weight: float = Field(
         default=1.0, gt=0, le=1e6, description="weight of its divergence where data name it without a weight"
@@ -195,7 +162,7 @@ class TeacherConfig(_Section):
     )
     api_key_env: str | None = Field(
         default=None,
-        pattern=_VARIABLE,
+        pattern=VARIABLE,
         description="with url: the environment variable that holds the server's key; default: none is sent",
     )
     concurrency: Processes = Field(default=8, description="with url: requests under way on the server at one time")
@@ -205,15 +172,18 @@ class TeacherConfig(_Section):
         le=100,
         description="its logits are divided by it before they are compared; other than 1 needs the embedded server",
     )
+    context: ContextConfig | None = Field(
+        default=None, description="what it alone reads with each prompt; default: what the student reads"
+    )
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     path: FilePath = Field(description="JSONL or Parquet file")
     domain: str | None = Field(default=None, description="domain of every row; default: the row's `domain` column")
     teachers: list[str] | dict[str, float] | None = Field(
         default=None,
-        description="teachers of every row, with weights if a mapping; default: the row's `teacher` column, else the "
-        "teacher named like the domain",
+        description="teachers of every row, with weights if a mapping; default: the row's `teacher` or `teachers`, "
+        "else the first rule of routing that fits it, else the teacher named like the domain",
     )
     prompt_field: str = Field(
         default="prompt", description="column with a text, or with chat messages for the model's chat template"
@@ -221,7 +191,7 @@ class DataConfig(_Section):
     answer_field: str = Field(default="answer", description="column with the answer that graders compare with")
 
 
-class RolloutConfig(_Section):
+class RolloutConfig(Section):
     servers: Processes = Field(default=1, description="rollout servers")
     samples_per_prompt: Positive = Field(default=1, description="answers that the student writes to each prompt")
     epochs: Positive | None = Field(
@@ -238,7 +208,7 @@ class RolloutConfig(_Section):
     max_tries: Positive = Field(default=5, description="times a sample is sent again when its server fails")
 
 
-class TeacherManagerConfig(_Section):
+class TeacherManagerConfig(Section):
     slots: Processes = Field(default=1, description="model servers that the teachers share")
     slot_gb: float | None = Field(
         default=None, gt=0, le=1e6, description="weight bytes a slot holds, GB = 1e9; default: the largest teacher"
@@ -293,7 +263,7 @@ class TeacherManagerConfig(_Section):
     max_tries: Positive = Field(default=5, description="times a sample is sent to its teacher before it has failed")
 
 
-class ServerConfig(_Section):
+class ServerConfig(Section):
     program: str = Field(
         default="embedded", description="what serves models: embedded, sglang, or attach for servers that already run"
     )
@@ -314,7 +284,7 @@ class ServerConfig(_Section):
     max_restarts: Count = Field(default=5, description="restarts of one server in a run")
 
 
-class MeshConfig(_Section):
+class MeshConfig(Section):
     transport: Literal["auto", "shm", "tcp"] = Field(
         default="auto", description="auto: shared memory on the same host, TCP otherwise"
     )
@@ -325,12 +295,12 @@ class MeshConfig(_Section):
     host: Host = Field(default="127.0.0.1", description="address that rollout servers receive weights on")
 
 
-class StoreConfig(_Section):
+class StoreConfig(Section):
     name: str = Field(default="memory", description="registry name of the sample store, or package.module:Class")
     capacity: Positive | None = Field(default=None, description="samples held; default: (max_staleness + 2) batches")
 
 
-class OutcomeConfig(_Section):
+class OutcomeConfig(Section):
     """Rewards for whole answers, mixed into an objective. Groups are the samples of one prompt."""
 
     grader: str = Field(default="exact_match", description="what gives an answer its reward")
@@ -365,7 +335,7 @@ class OutcomeConfig(_Section):
     )
 
 
-class ObjectiveConfig(_Section):
+class ObjectiveConfig(Section):
     """What is the same for every objective, and beside it the fields of the class that `name` means: it checks them."""
 
     model_config = ConfigDict(extra="allow")
@@ -388,7 +358,7 @@ class ObjectiveConfig(_Section):
         return dict(self.model_extra or {})
 
 
-class TrainerConfig(_Section):
+class TrainerConfig(Section):
     steps: Steps = Field(default=100, description="optimiser steps of the run")
     batch_size: Positive = Field(default=64, description="samples an optimiser step learns from")
     max_staleness: Count = Field(
@@ -403,7 +373,7 @@ class TrainerConfig(_Section):
     )
 
 
-class EvaluationConfig(_Section):
+class EvaluationConfig(Section):
     every: Steps | None = Field(
         default=None, description="steps between evaluations; default: at the start and the end only"
     )
@@ -421,7 +391,7 @@ class EvaluationConfig(_Section):
     max_new_tokens: Positive | None = Field(default=None, description="default: as in rollout")
 
 
-class ObserveConfig(_Section):
+class ObserveConfig(Section):
     sinks: list[str] = Field(
         default_factory=lambda: ["jsonl", "tensorboard"],
         description="where metrics go: jsonl, tensorboard, wandb, or package.module:Class",
@@ -432,7 +402,7 @@ class ObserveConfig(_Section):
     wandb_project: Text | None = Field(default=None, description="project in Weights & Biases; needs the sink wandb")
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """A whole run: teachers.yaml after composition."""
 
     run: RunSection = Field(default=RunSection(), description="name, folder and seed")
@@ -442,6 +412,7 @@ class RunConfig(_Section):
     student: StudentConfig = Field(description="the model that learns, and how")
     teachers: dict[str, TeacherConfig] = Field(min_length=1, description="name -> a model to learn from")
     data: list[DataConfig] = Field(min_length=1, description="prompts to train on, and who teaches them")
+    routing: RoutingConfig = Field(default=RoutingConfig(), description="which teacher each prompt goes to")
     objective: ObjectiveConfig = Field(default=ObjectiveConfig(), description="what is minimised")
     rollout: RolloutConfig = Field(default=RolloutConfig(), description="how the student writes answers")
     teacher_manager: TeacherManagerConfig = Field(

@@ -25,7 +25,11 @@ FIXED: Table = {
     "student": ("backend", "model", "tokenizer", "dtype", "ema_decay", "optimizer"),
     "student.lora": ("r", "alpha", "dropout", "targets"),
     "teachers.*": ("model", "weight", "base", "tokenizer", "alignment", "remote_model", "temperature"),
+    "teachers.*.context": ("system", "template"),
     "data.*": _ROWS,
+    "routing": ("default", "mix"),
+    "routing.rules.*": ("teachers", "call"),
+    "routing.rules.*.match": ("domain", "tag", "column", "regex"),
     "objective": ("*",),
     "rollout": ("samples_per_prompt", "max_new_tokens", "temperature", "top_p", "top_k"),
     "server": ("dtype",),
@@ -93,9 +97,9 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
         if section["temperature"] == 1.0:
             section["temperature"] = None  # as in a run from before there was such a setting
     weights = {name: teacher.weight for name, teacher in config.teachers.items()}
-    for source in (*values["data"], *values["evaluation"]["data"]):
-        if isinstance(source["teachers"], list):
-            source["teachers"] = {name: weights.get(name) for name in source["teachers"]}
+    for entry in (*values["data"], *values["evaluation"]["data"], *values["routing"]["rules"]):
+        if isinstance(entry["teachers"], list):
+            entry["teachers"] = {name: weights.get(name) for name in entry["teachers"]}
     if config.evaluation.max_new_tokens == config.rollout.max_new_tokens:
         values["evaluation"]["max_new_tokens"] = None
     return values

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from distill.config import DataConfig, RunConfig
+from distill.config.routing import ANSWER, GROUP_MARK, PROMPT, group_name
 from distill.errors import ConfigError
 from distill.registry import did_you_mean
 from distill.rollout.prompts import PromptRow, PromptStream, encode, read_rows
+from distill.rollout.routing import Router
 from distill.types import Ids, Prompt
 
 
@@ -26,11 +29,15 @@ class Prompts:
     rows: Sequence[tuple[PromptRow, Ids]]
     """Every row that is trained on, beside the student's ids of its prompt."""
     held_out_rows: Sequence[tuple[PromptRow, Ids]]
+    notes: tuple[str, ...] = ()
 
 
 def load_prompts(config: RunConfig, tokenizer: Any, context_length: int, tightest: str) -> Prompts:
     """`tightest` names the setting that limits the context to `context_length`. Raises ConfigError."""
-    rows = [row for source in config.data for row in read_rows(source, config.teachers)]
+    router, columns = Router(config.routing, config.teachers), context_columns(config)
+    rows = [row for source in config.data for row in read_rows(source, config.teachers, router=router, columns=columns)]
+    router.check_columns()
+    _check_contexts(config, router.columns)
     if config.objective.outcome is not None:
         _check_outcomes(rows, config.objective.outcome.grader)
     encoded = [encode(row, tokenizer) for row in rows]
@@ -41,15 +48,60 @@ def load_prompts(config: RunConfig, tokenizer: Any, context_length: int, tightes
         raise ConfigError(
             f"teachers.{idle[0]}: no prompt of data is routed to it",
             why="a teacher that is never asked would be ignored",
-            fix="name it in a data entry's `teachers`, in a column `teacher` or as a domain; or remove it",
+            fix="name it in a data entry's `teachers`, in a column `teacher`, in routing.rules or as a domain; or "
+            "remove it",
         )
     _check_mixture(config, rows)
     _check_domain_weights(config, rows)
-    stream = PromptStream(rows, encoded, config.run.seed, config.rollout.epochs)
+    mix = _mix(config, rows)
+    stream = PromptStream(rows, encoded, config.run.seed, config.rollout.epochs, mix)
     _check_steps(config, stream)
     held_out, further = _held_out(config, rows, tokenizer, context_length, tightest)
     pairs = list(zip(rows, encoded, strict=True))
-    return Prompts(stream, held_out, max(len(ids) for _, ids in pairs + further), counts, pairs, further)
+    longest = max(len(ids) for _, ids in pairs + further)
+    return Prompts(stream, held_out, longest, counts, pairs, further, tuple(router.notes()))
+
+
+def context_columns(config: RunConfig) -> frozenset[str]:
+    """Columns of the data that some teacher reads beside the prompt."""
+    contexts = [teacher.context for teacher in config.teachers.values() if teacher.context is not None]
+    return frozenset(name for context in contexts for name in context.columns)
+
+
+def _check_contexts(config: RunConfig, columns: Collection[str]) -> None:
+    """Raises ConfigError for a template that names a column that none of the rows has."""
+    for name, teacher in config.teachers.items():
+        for column in sorted(teacher.context.columns if teacher.context is not None else ()):
+            if column not in columns:
+                raise ConfigError(
+                    f"teachers.{name}.context.template names {column!r}, and no row of data has such a column",
+                    fix=did_you_mean(column, {PROMPT, ANSWER, *columns}),
+                )
+
+
+def _mix(config: RunConfig, rows: Sequence[PromptRow]) -> dict[str, float] | None:
+    """`group_name` of teachers -> share. Raises ConfigError unless it has one for each group of prompts and no more."""
+    if config.routing.mix is None:
+        return None
+    mix = {group_name(name.split(GROUP_MARK)): share for name, share in config.routing.mix.items()}
+    counts = Counter(group_name(list(row.teachers)) for row in rows)
+    there = ", ".join(f"{name} ({count})" for name, count in counts.items())
+    for name in mix:
+        if name not in counts:
+            raise ConfigError(
+                f"routing.mix.{name}: no prompt is taught by {name.replace(GROUP_MARK, ' and ')}"
+                + (" together" if GROUP_MARK in name else " alone"),
+                why=f"teachers of the {len(rows)} prompts: {there}",
+                fix="name these groups, each with its share",
+            )
+    without = [name for name in counts if name not in mix]
+    if without:
+        raise ConfigError(
+            f"routing.mix: there is no share for the {counts[without[0]]} prompts of {without[0]}",
+            why=f"teachers of the {len(rows)} prompts: {there}",
+            fix="give them one, or take them out of the data",
+        )
+    return mix
 
 
 def _check_outcomes(rows: Sequence[PromptRow], grader: str) -> None:
@@ -127,12 +179,13 @@ def _held_out(
 ) -> tuple[dict[str, tuple[Prompt, ...]], list[tuple[PromptRow, Ids]]]:
     """The prompts by domain, and all rows with their ids."""
     routes = {row.domain: row.teachers for row in reversed(rows)}
+    router, columns = Router(config.routing, config.teachers), context_columns(config)
     limit = config.evaluation.limit
     new_tokens, setting = answer_length(config)
     domains: dict[str, list[Prompt]] = {}
     pairs: list[tuple[PromptRow, Ids]] = []
     for index, source in enumerate(config.evaluation.data):
-        found = read_rows(source, config.teachers, routes)
+        found = read_rows(source, config.teachers, routes, router=router, columns=columns)
         _check_answers(config, index, source, found)
         encoded = [encode(row, tokenizer) for row in found]
         check_length(found, encoded, new_tokens, setting, context_length, tightest)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distill.config import RunConfig
 from distill.config.models import INT32
 from distill.errors import ConfigError
-from distill.preflight.data import Prompts, answer_length, check_length
-from distill.preflight.folder import ModelFolder
-from distill.preflight.vocabulary import Vocabularies, Vocabulary, end_ids
+from distill.preflight.data import Prompts
+from distill.preflight.own_prompts import room, spell_prompts
+from distill.preflight.vocabulary import Vocabularies, end_ids
 from distill.protocols import Objective
-from distill.rollout.prompts import encode
 from distill.teacher_manager import Spelling, Translation
-from distill.teacher_manager.translation import prompt_key
-from distill.types import Ids
 
 if TYPE_CHECKING:
     from distill.preflight.inspection import Models
@@ -56,51 +53,35 @@ def make_translations(
     student = Spelling.read(vocabularies.student.tokenizer, vocabularies.end_ids, "student")
     found: dict[str, Translation] = {}
     for name, vocabulary in vocabularies.foreign.items():
-        folder, room = _folder_and_room(config, models, name)
+        folder, length = folder_and_room(config, models, name)
         found[name] = Translation(
             teacher=name,
             student=student,
             spelling=Spelling.read(vocabulary.tokenizer, end_ids(folder, vocabulary), f"teachers.{name}"),
-            prompts=_prompts(config, name, vocabulary, prompts, room),
-            context_length=room,
-            student_context_length=_room(config, models.student),
+            prompts=spell_prompts(
+                config,
+                name,
+                vocabulary.tokenizer,
+                prompts,
+                length,
+                f"{reader_of(config, name)}, as its own tokenizer counts",
+            ),
+            context_length=length,
+            student_context_length=room(config, models.student),
         )
     return found
 
 
-def _folder_and_room(config: RunConfig, models: Models, teacher: str) -> tuple[Path, int]:
+def reader_of(config: RunConfig, teacher: str) -> str:
+    """The setting that says where the teacher is."""
+    return f"teachers.{teacher}.{'model' if config.teachers[teacher].url is None else 'url'}"
+
+
+def folder_and_room(config: RunConfig, models: Models, teacher: str) -> tuple[Path, int]:
     """The folder that names its end tokens, and how many tokens it can score."""
     if teacher not in models.elsewhere:
         model = models.teachers[teacher].model
-        return model.path, _room(config, model)
+        return model.path, room(config, model)
     place = models.elsewhere[teacher]
     # a server that scores has to write a token behind; one that does not tell its limit refuses what is too long
     return place.tokenizer, INT32 if place.context_length is None else place.context_length - 1
-
-
-def _room(config: RunConfig, model: ModelFolder) -> int:
-    return min(model.context_length, config.server.context_length or model.context_length)
-
-
-def _prompts(
-    config: RunConfig, name: str, vocabulary: Vocabulary, prompts: Prompts, context_length: int
-) -> Mapping[bytes, Ids]:
-    """The prompts that the teacher scores, and the held-out ones that it answers, as it reads them.
-
-    Rows that the student cannot tell apart are read as the first of them.
-    """
-    trained = [pair for pair in prompts.rows if name in pair[0].teachers]
-    held_out = [pair for pair in prompts.held_out_rows if config.evaluation.teachers or name in pair[0].teachers]
-    limits = ((trained, config.rollout.max_new_tokens, "rollout.max_new_tokens"), (held_out, *answer_length(config)))
-    found: dict[bytes, Ids] = {}
-    for pairs, new_tokens, setting in limits:
-        if not pairs:
-            continue
-        rows = [row for row, _ in pairs]
-        encoded = [encode(row, vocabulary.tokenizer, f"teachers.{name}'s") for row in rows]
-        source = f"teachers.{name}.{'model' if config.teachers[name].url is None else 'url'}"
-        tightest = f"{source}, as its own tokenizer counts"
-        check_length(rows, encoded, new_tokens, setting, context_length, tightest)
-        for (_, ids), own in zip(pairs, encoded, strict=True):
-            found.setdefault(prompt_key(ids), own)
-    return found

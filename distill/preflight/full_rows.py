@@ -83,6 +83,8 @@ def _head_of(name: str, config: RunConfig) -> tuple[HeadFolder, int] | str:
     """Where its head is, and its D; or why it has none that the student could use."""
     teacher = config.teachers[name]
     folder, role = teacher.model, f"teachers.{name}.model"
+    if folder is None:
+        return f"teachers.{name} is served elsewhere, and its head is in no file here"
     if (folder / "adapter_config.json").is_file():
         adapter = read_json(folder / "adapter_config.json", role)
         touched = _touched(adapter)

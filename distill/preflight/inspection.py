@@ -12,11 +12,13 @@ from distill.objectives.build import build_objective
 from distill.preflight import machine
 from distill.preflight.data import Prompts, load_prompts, prompts_needed
 from distill.preflight.folder import ModelFolder, existing_folder, inspect_folder, read_json
-from distill.preflight.foreign import check_alignment, make_translations
+from distill.preflight.foreign import check_alignment
 from distill.preflight.full_rows import FullRows, choose_full_rows
 from distill.preflight.lora import check_targets
+from distill.preflight.memory import Holding, check_host, holdings, slot_budget
 from distill.preflight.parts import check_parts
 from distill.preflight.programs import check_loss_kernel, check_programs
+from distill.preflight.readers import make_readers
 from distill.preflight.remote import TeacherElsewhere, look_at_servers, notes_on, teacher_elsewhere
 from distill.preflight.vocabulary import (
     Vocabularies,
@@ -31,7 +33,9 @@ from distill.preflight.vocabulary import (
 )
 from distill.protocols import Objective
 from distill.run_folder import foresee
-from distill.teacher_manager import Translation
+from distill.teacher_manager import Reader
+from distill.weights.costs import ADAPTER_CONFIG, costs_of, is_adapter
+from distill.weights.files import SPELLING
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -41,10 +45,16 @@ class TeacherFolder:
     """A teacher on disk."""
 
     name: str
+    folder: Path
+    base: Path | None
+    """What its adapter stands on; None for a whole model."""
     model: ModelFolder
+    """Of an adapter: that of its base."""
     tokenizer: Path
     slot_bytes: int
-    """Weight bytes in a slot, in the servers' dtype."""
+    """Of a slot while it is resident, its base included, in the servers' dtype."""
+    stream_bytes: int | None
+    """Of a slot while it is streamed; None: it cannot be."""
     foreign: bool
     """Its tokenizer is said to be another than the student's."""
 
@@ -73,8 +83,8 @@ class Preflight:
     vocab_size: int
     """V: every log-probability is over ids below it, but for teachers with another tokenizer."""
     teacher_vocab_sizes: Mapping[str, int]
-    translations: Mapping[str, Translation]
-    """For each teacher with another tokenizer."""
+    translations: Mapping[str, Reader]
+    """For each teacher that does not read the student's ids: it has another tokenizer, or a context of its own."""
     end_ids: tuple[int, ...]
     prompts: Prompts
     objective: Objective
@@ -115,7 +125,8 @@ def inspect(config: RunConfig) -> Preflight:
     prompts = inspect_prompts(config, models, vocabulary)
     note = check_loss_kernel(config, objective)
     notes += [note] if note else []
-    translations = make_translations(config, models, vocabularies, prompts)
+    translations = make_readers(config, models, vocabularies, prompts)
+    check_memory(config, models)
     needed = machine.check_disk(config, models.student.parameters)
     machine.check_ports(config)
     return Preflight(
@@ -160,9 +171,8 @@ def inspect_models(config: RunConfig) -> Models:
     student = inspect_folder(config.student.model, "student.model", StudentError)
     if config.student.lora is not None and config.student.backend == "hf":
         check_targets(config.student.lora, student)
-    itemsize = ITEMSIZE[config.server.dtype]
     teachers = {
-        name: _teacher(name, teacher.model, teacher, itemsize)
+        name: _teacher(name, teacher.model, teacher, config)
         for name, teacher in config.teachers.items()
         if teacher.model is not None
     }
@@ -182,7 +192,11 @@ def inspect_models(config: RunConfig) -> Models:
         teachers=teachers,
         context_length=context,
         tightest=tightest,
-        slot_bytes=_slot_budget(config, teachers),
+        slot_bytes=slot_budget(
+            config,
+            teachers,
+            {name: each.stream_bytes for name, each in teachers.items() if each.stream_bytes is not None},
+        ),
         elsewhere={
             name: teacher_elsewhere(name, teacher)
             for name, teacher in config.teachers.items()
@@ -247,6 +261,14 @@ def inspect_objective(config: RunConfig, vocabularies: Vocabularies) -> Objectiv
     return objective
 
 
+def check_memory(config: RunConfig, models: Models) -> int:
+    """Bytes of this machine's memory that weights will take. Raises EnvironmentFault when it has less."""
+    held = holdings(config, models.student, models.slot_bytes, ITEMSIZE[config.server.dtype])
+    if config.teacher_manager.host_gb:
+        held.append(Holding("host memory for teachers", round(config.teacher_manager.host_gb * 1e9)))
+    return check_host(config, held)
+
+
 def make_plan(config: RunConfig, models: Models, prompts: Prompts) -> Plan:
     trainer, needed = config.trainer, prompts_needed(config)
     samples = trainer.steps * trainer.batch_size
@@ -267,59 +289,58 @@ def heads(models: Models, vocabularies: Vocabularies) -> list[tuple[ModelFolder,
     return [(models.student, vocabularies.student.size), *teachers]
 
 
-def _teacher(name: str, model_folder: Path, teacher: TeacherConfig, itemsize: int) -> TeacherFolder:
+def _teacher(name: str, model_folder: Path, teacher: TeacherConfig, config: RunConfig) -> TeacherFolder:
     role = f"teachers.{name}"
     folder = existing_folder(model_folder, f"{role}.model")
-    if teacher.base is not None or not (folder / "config.json").is_file():
-        _refuse_adapter(folder, teacher.base, role)
-    model = inspect_folder(folder, f"{role}.model", TeacherError)
+    base = _base_of(folder, teacher, config, role)
+    model = inspect_folder(base or folder, f"{role}.{'base' if base else 'model'}", TeacherError)
+    own_tokenizer = base is None or (folder / "tokenizer_config.json").is_file()
+    slot_bytes, stream_bytes = _room_in_slot(folder, base, model, config)
     return TeacherFolder(
         name=name,
+        folder=folder,
+        base=base,
         model=model,
-        tokenizer=teacher.tokenizer or folder,
-        slot_bytes=model.loaded_bytes(itemsize),
+        tokenizer=teacher.tokenizer or (folder if own_tokenizer else model.path),
+        slot_bytes=slot_bytes,
+        stream_bytes=stream_bytes,
         foreign=teacher.alignment is not None,
     )
 
 
-def _refuse_adapter(folder: Path, base: Path | None, role: str) -> None:
-    """Raises ConfigError for an adapter, and for a base that would be ignored."""
-    if not (folder / "adapter_config.json").is_file():
-        if base is not None:
+def _room_in_slot(folder: Path, base: Path | None, model: ModelFolder, config: RunConfig) -> tuple[int, int | None]:
+    """Bytes of a slot that it takes resident, with its base, and streamed; None: it cannot be."""
+    if config.server.program != "embedded":
+        return model.loaded_bytes(ITEMSIZE[config.server.dtype]), None
+    dtype = SPELLING[config.server.dtype]
+    costs = costs_of(folder, dtype, base)
+    under = costs_of(base, dtype).bytes if base else 0
+    return costs.bytes + under, costs.stream_bytes
+
+
+def _base_of(folder: Path, teacher: TeacherConfig, config: RunConfig, role: str) -> Path | None:
+    """The folder under a LoRA adapter; None for a whole model. Raises ConfigError for a base that would be ignored, and
+    for an adapter without one or on servers that hold whole models."""
+    if not is_adapter(folder):
+        if teacher.base is not None:
             raise ConfigError(
-                f"{role}.base: {base} would be ignored: {folder} has no adapter_config.json, so it is a whole model",
+                f"{role}.base: {teacher.base} would be ignored: {folder} is a whole model, without {ADAPTER_CONFIG}",
                 fix=f"remove {role}.base",
             )
-        return
-    over = base or read_json(folder / "adapter_config.json", role).get("base_model_name_or_path")
-    raise ConfigError(
-        f"{role}: {folder} is a LoRA adapter{f' over {over}' if over else ''}, which a slot cannot load",
-        why="teachers take turns as whole models whose weights are checked against their files after each load; "
-        "an adapter merged in a server has no such file",
-        fix="merge it into its base (peft: merge_and_unload, save_pretrained), name the merged folder in "
-        f"{role}.model" + (f" and remove {role}.base" if base else ""),
-    )
-
-
-def _slot_budget(config: RunConfig, teachers: Mapping[str, TeacherFolder]) -> int:
-    if not teachers:
-        return 0
-    largest = max(teachers.values(), key=lambda teacher: teacher.slot_bytes)
-    slot_gb = config.teacher_manager.slot_gb
-    if slot_gb is None:
-        return largest.slot_bytes
-    budget = int(slot_gb * 1e9)
-    if budget < largest.slot_bytes:
+        return None
+    named = read_json(folder / ADAPTER_CONFIG, role).get("base_model_name_or_path")
+    if config.server.program != "embedded":
         raise ConfigError(
-            f"teacher_manager.slot_gb is {slot_gb:g} ({budget} bytes), and teachers.{largest.name} needs "
-            f"{largest.slot_bytes} bytes ({largest.model.parameters} parameters in {config.server.dtype})",
-            why="a slot must hold each teacher by itself",
-            fix=f"set teacher_manager.slot_gb={_round_up(largest.slot_bytes / 1e9):g} or more, or another server.dtype",
+            f"{role}: {folder} is a LoRA adapter{f' over {named}' if named else ''}, which a server of "
+            f"{config.server.program} is not given",
+            why="there a teacher is a whole model whose weights are checked against its files after each load",
+            fix="set server.program=embedded, or merge it into its base (peft: merge_and_unload, save_pretrained)",
         )
-    return budget
-
-
-def _round_up(gigabytes: float) -> float:
-    """Three figures are enough to read, and never less than was asked for."""
-    text = f"{gigabytes:.3g}"
-    return float(text) if float(text) >= gigabytes else float(f"{gigabytes * 1.005:.3g}")
+    base = teacher.base or (Path(named) if named and Path(named).is_dir() else None)
+    if base is None:
+        raise ConfigError(
+            f"{role}: {folder} is a LoRA adapter{f' over {named}, which is no folder here' if named else ''}",
+            why="an adapter scores together with its base only",
+            fix=f"name the folder of its base in {role}.base",
+        )
+    return existing_folder(base, f"{role}.base")

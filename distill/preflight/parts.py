@@ -15,6 +15,7 @@ from distill import registry
 from distill.config import RunConfig
 from distill.errors import ConfigError, DistillError, MissingDependency
 from distill.protocols import SampleStore, ServerHost, Sink, StudentBackend
+from distill.rollout.routing import router_function
 from distill.teacher_manager import RunPolicy
 
 
@@ -53,6 +54,8 @@ INTERFACES = {
     "objective": Interface(),
 }
 """As `distill.build`, the observer and the student's worker call them. `build_objective` checks objectives further."""
+_ROUTER = Interface(args=({},), takes="(row)")
+"""As `distill.rollout.routing` calls the function of a rule."""
 _PACKAGES = {"wandb": ("wandb", "take wandb out of observe.sinks")}
 """Sink -> the package that it needs, and the other way out."""
 
@@ -62,6 +65,9 @@ def check_parts(config: RunConfig) -> None:
     for key, kind, name in _named(config):
         if ":" in name:
             check_part(key, kind, name)
+    for index, rule in enumerate(config.routing.rules):
+        if rule.call is not None:
+            check_router(f"routing.rules.{index}.call", rule.call)
     for sink in config.observe.sinks:
         package, way_out = _PACKAGES.get(sink, ("", ""))
         if package and importlib.util.find_spec(package) is None:
@@ -85,6 +91,16 @@ def check_part(key: str, kind: str, name: str) -> None:
         )
     if interface.takes and not _accepts(part, interface):
         raise ConfigError(f"{key}: {name} is no {kind}: it cannot be called with {interface.takes}")
+
+
+def check_router(key: str, name: str) -> None:
+    """Import the function of a rule of routing. Raises ConfigError when it cannot be called with a row."""
+    if not _accepts(router_function(key, name), _ROUTER):
+        raise ConfigError(
+            f"{key}: {name} cannot be called with {_ROUTER.takes}",
+            why="it is given one row, a mapping of its columns",
+            fix="def choose(row): return 'math' if row['level'] > 3 else None",
+        )
 
 
 def _named(config: RunConfig) -> Iterator[tuple[str, str, str]]:

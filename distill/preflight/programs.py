@@ -85,13 +85,14 @@ def check_loss_kernel(config: RunConfig, objective: Objective) -> str:
     # torch is asked about devices only where the answer can change anything
     if not kernels.choose(student.loss_kernel, head, kernels.why_absent).kernel or config.ray_address is not None:
         return ""
-    head = replace(head, device=_device_type(student.device))
+    head = replace(head, device=device_type(student.device))
     if not kernels.choose(student.loss_kernel, head, kernels.why_absent).kernel:
         return ""
     return f"{kernels.KEY}: cut-cross-entropy's kernel computes log p of the sampled tokens, if this release of it can"
 
 
-def _device_type(device: str) -> str:
+def device_type(device: str) -> str:
+    """cpu or cuda, of a `device` setting. Raises EnvironmentFault where torch cannot tell what auto is."""
     if device != "auto":
         return device.partition(":")[0]
     return "cuda" if int(_ask("student.device", sys.executable, _COUNT_GPUS)) else "cpu"

@@ -17,18 +17,22 @@ from typing import Any
 
 from distill.errors import ConfigError
 from distill.preflight.folder import ModelFolder, existing_folder, read_json
+from distill.teacher_manager import Spelling
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer taken apart. Two of them mean the same by every id when their fingerprints are equal."""
+    """A tokenizer taken apart. Two with equal fingerprints have the same token behind every id; `check_same` also looks
+    at the bytes that it stands for."""
 
     tokenizer: Any
     tokens: Mapping[int, str]
     parts: Mapping[str, Any]
     fingerprint: str
+    decoder: Any = None
+    """Makes text of tokens. It is no part of the fingerprint: what matters of it are the bytes of each id."""
 
     @property
     def size(self) -> int:
@@ -86,7 +90,7 @@ def load_vocabulary(path: Path, role: str) -> Vocabulary:
         "kind of model": model.get("type"),
     }
     canonical = json.dumps([sorted(tokens.items()), parts], sort_keys=True).encode()
-    return Vocabulary(tokenizer, tokens, parts, hashlib.sha256(canonical).hexdigest())
+    return Vocabulary(tokenizer, tokens, parts, hashlib.sha256(canonical).hexdigest(), inner.get("decoder"))
 
 
 def check_same(student: Vocabulary, student_path: Path, path: Path, role: str) -> Vocabulary:
@@ -94,10 +98,11 @@ def check_same(student: Vocabulary, student_path: Path, path: Path, role: str) -
     if _same_files(student_path, path):
         return student
     other = load_vocabulary(path, role)
-    if other.fingerprint == student.fingerprint:
+    difference = _difference(student, other)
+    if not difference:
         return other
     raise ConfigError(
-        f"{role}: its tokenizer in {path} is not the student's: {_difference(student, other)}",
+        f"{role}: its tokenizer in {path} is not the student's: {difference}",
         why="a teacher scores the ids that the student wrote: under another tokenizer they spell other words",
         fix="use teachers and a student of one family, whose tokenizers are equal; or compare what they spell, with "
         f"{role}.alignment=bytes objective=span_kl",
@@ -130,6 +135,9 @@ def _same_files(one: Path, other: Path) -> bool:
 
 
 def _difference(student: Vocabulary, teacher: Vocabulary) -> str:
+    """Where the two first differ; empty where every id means the same."""
+    if student.fingerprint == teacher.fingerprint:
+        return "" if student.decoder == teacher.decoder else _other_bytes(student, teacher)
     ids = [
         index
         for index in sorted({*student.tokens, *teacher.tokens})
@@ -141,8 +149,25 @@ def _difference(student: Vocabulary, teacher: Vocabulary) -> str:
         )
         return f"{len(ids)} ids differ ({len(student.tokens)} ids there, {len(teacher.tokens)} here); id {shown}"
     part = next(name for name in student.parts if student.parts[name] != teacher.parts[name])
-    was, now = (json.dumps(each.parts[part], ensure_ascii=False) for each in (student, teacher))
-    return f"the same ids, but another {part}: {was[:80]} there, {now[:80]} here"
+    was, now = (_brief(each.parts[part]) for each in (student, teacher))
+    return f"the same ids, but another {part}: {was} there, {now} here"
+
+
+def _other_bytes(student: Vocabulary, teacher: Vocabulary) -> str:
+    """Two decoders may be written differently and make the same of every id."""
+    try:
+        was, now = (Spelling.read(each.tokenizer, (), "").token_bytes for each in (student, teacher))
+    except ConfigError:  # a kind of tokenizer that does not tell its bytes: then the decoders must be equal
+        return f"the same ids, but another decoder: {_brief(student.decoder)} there, {_brief(teacher.decoder)} here"
+    changed = [index for index, pair in enumerate(zip(was, now, strict=True)) if pair[0] != pair[1]]
+    if not changed:
+        return ""
+    first = changed[0]
+    return f"{len(changed)} ids stand for other bytes; id {first} is {was[first]!r} there and {now[first]!r} here"
+
+
+def _brief(part: Any) -> str:
+    return json.dumps(part, ensure_ascii=False)[:80]
 
 
 def _token(vocabulary: Vocabulary, index: int) -> str:

@@ -1,29 +1,27 @@
 """Prompts: rows of JSONL or Parquet files, their token ids, and the endless order in which a run takes them.
 
-A row holds a `prompt` (a text, or chat messages for the model's chat template) and may hold `domain`, `answer` and
-`teacher`. Who teaches it: the entry's `teachers`, else the row's own `teacher`, else the teacher named like its domain.
+A row holds a `prompt` (a text, or chat messages for the model's chat template) and may hold `domain`, `answer`,
+`teacher` and `tags`. Who teaches it is said in `routing`, in which order a run takes it in `order`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
 import numpy as np
-from numpy.typing import NDArray
 
-from distill.config import DataConfig, TeacherConfig
-from distill.config.checks import LEAST_WEIGHT, MOST_WEIGHT, NAME
+from distill.config import DataConfig, RoutingConfig, TeacherConfig
+from distill.config.fields import NAME
+from distill.config.routing import group_name
 from distill.errors import ConfigError
 from distill.registry import did_you_mean
+from distill.rollout.order import balanced
+from distill.rollout.routing import Messages, Router, Routes
 from distill.types import Ids, Prompt
-
-Messages = list[dict[str, Any]]
-Routes = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +34,8 @@ class PromptRow:
     prompt: str | Messages
     answer: str | None
     teachers: Mapping[str, float]
+    columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further columns that were asked for, as far as the row has them."""
 
     @property
     def place(self) -> str:
@@ -52,14 +52,20 @@ class Tokenizer(Protocol):
 
 
 def read_rows(
-    source: DataConfig, teachers: Mapping[str, TeacherConfig], routes: Routes | None = None
+    source: DataConfig,
+    teachers: Mapping[str, TeacherConfig],
+    routes: Routes | None = None,
+    *,
+    router: Router | None = None,
+    columns: Collection[str] = (),
 ) -> list[PromptRow]:
-    """Every row of `source`, with its teachers and their weights.
+    """Every row of `source`, with its teachers and their weights, and with those of `columns` that it has.
 
-    `routes` maps a domain to the teachers of a row that names none and has no teacher named like its domain. Raises
-    ConfigError, which names the file and the line.
+    `router` applies the run's rules; without one there are none. `routes` maps a domain to the teachers of a row that
+    nothing else gives one. Raises ConfigError, which names the file and the line.
     """
-    rows = [_row(source, line, values, teachers, routes or {}) for line, values in _records(source.path)]
+    router = router or Router(RoutingConfig(), teachers)
+    rows = [_row(source, line, values, router, routes or {}, columns) for line, values in _records(source.path)]
     if not rows:
         raise ConfigError(
             f"{source.path} holds no prompt",
@@ -130,7 +136,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _row(
-    source: DataConfig, line: int, values: dict[str, Any], teachers: Mapping[str, TeacherConfig], routes: Routes
+    source: DataConfig, line: int, values: dict[str, Any], router: Router, routes: Routes, columns: Collection[str]
 ) -> PromptRow:
     place = f"{source.path}:{line}"
     if source.prompt_field not in values:
@@ -158,59 +164,15 @@ def _row(
     answer = values.get(source.answer_field)
     if isinstance(answer, bool | Mapping | list):
         raise ConfigError(f"{place}: {source.answer_field!r} is not a text", fix="answers are compared as texts")
-    weights = _teachers(source, place, domain, values.get("teacher"), teachers, routes)
-    return PromptRow(source.path, line, domain, prompt, None if answer is None else str(answer), weights)
+    weights = router.teachers_of(source, place, domain, prompt, values, routes)
+    kept = {name: values[name] for name in columns if name in values}
+    return PromptRow(source.path, line, domain, prompt, None if answer is None else str(answer), weights, kept)
 
 
 def _is_prompt(value: object) -> TypeGuard[str | Messages]:
     if isinstance(value, str):
         return bool(value)
     return isinstance(value, list) and bool(value) and all(isinstance(item, dict) and "role" in item for item in value)
-
-
-def _teachers(
-    source: DataConfig, place: str, domain: str, column: Any, teachers: Mapping[str, TeacherConfig], routes: Routes
-) -> dict[str, float]:
-    named = source.teachers if source.teachers is not None else column
-    if named is None:
-        if domain in teachers:
-            named = domain
-        elif domain in routes:
-            return dict(routes[domain])
-        else:
-            raise ConfigError(
-                f"{place}: nothing says who teaches this row: no teacher is named like its domain {domain!r}",
-                fix=f"give the data entry its `teachers`, or each row a `teacher`; {did_you_mean(domain, teachers)}",
-            )
-    if isinstance(named, Mapping):
-        # A Parquet struct has every field in every row: null means that the teacher is not named here.
-        weights = {str(name): weight for name, weight in named.items() if weight is not None}
-    else:
-        listed: list[Any] = [named] if isinstance(named, str) else list(named) if isinstance(named, list) else []
-        twice = next((name for index, name in enumerate(listed) if name in listed[:index]), None)
-        if twice is not None:
-            raise ConfigError(
-                f"{place}: {twice!r} is named twice",
-                why="a teacher scores a sample once",
-                fix=f'name it once, or give it another weight: {{"{twice}": 2.0}}',
-            )
-        weights = {str(name): teachers[name].weight if name in teachers else 1.0 for name in listed}
-    if not weights:
-        raise ConfigError(
-            f"{place}: `teacher` is neither a name, nor names, nor names with weights",
-            fix='write "math" or {"math": 0.8}',
-        )
-    for name, weight in weights.items():
-        if name not in teachers:
-            raise ConfigError(f"{place}: {name!r} is not one of the teachers", fix=did_you_mean(name, teachers))
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
-            raise ConfigError(
-                f"{place}: the weight of {name!r} must be a number between {LEAST_WEIGHT:g} and {MOST_WEIGHT:g}, "
-                f"and is {weight!r}",
-                why="a step is summed up in float32: beyond these bounds one part of it drowns another",
-                fix="leave out a teacher without weight",
-            )
-    return {name: float(weight) for name, weight in weights.items()}
 
 
 def encode(row: PromptRow, tokenizer: Tokenizer, whose: str = "the student's") -> Ids:
@@ -249,17 +211,27 @@ def _chat(row: PromptRow, messages: Messages, tokenizer: Tokenizer, whose: str) 
 
 
 class PromptStream:
-    """The prompts of a run by ordinal: one epoch after another, each in an order of its own that only the seed decides.
+    """The prompts of a run by ordinal, in an order that only the rows, the seed and the mix decide.
 
-    `at` may be asked in any order, so a run can go on anywhere.
+    Every stretch of it has the domains and the teachers of all rows in their shares, and without a mix each row comes
+    once an epoch. With a mix the teachers have those shares instead. `at` may be asked in any order, so a run can go on
+    anywhere.
     """
 
-    def __init__(self, rows: Sequence[PromptRow], encoded: Sequence[Ids], seed: int, epochs: int | None = None) -> None:
+    def __init__(
+        self,
+        rows: Sequence[PromptRow],
+        encoded: Sequence[Ids],
+        seed: int,
+        epochs: int | None = None,
+        mix: Mapping[str, float] | None = None,
+    ) -> None:
+        """`mix`: `group_name` of the teachers of a prompt -> its share. It has one for every group that there is."""
         if not rows:
             raise ValueError("a stream needs prompts")
         self._items = list(zip(rows, encoded, strict=True))
         self._epochs = epochs
-        self._order = lru_cache(maxsize=4)(partial(_shuffled, len(self._items), seed))
+        self._order = balanced([(group_name(list(row.teachers)), row.domain) for row in rows], seed, mix)
 
     @property
     def total(self) -> int | None:
@@ -270,12 +242,15 @@ class PromptStream:
     def prompts_per_epoch(self) -> int:
         return len(self._items)
 
-    def at(self, ordinal: int) -> Prompt:
-        """Raises IndexError past the last epoch."""
+    def row_at(self, ordinal: int) -> int:
+        """Which of the rows the prompt `ordinal` is. Raises IndexError past the last epoch."""
         if ordinal < 0 or (self.total is not None and ordinal >= self.total):
             raise IndexError(f"prompt {ordinal} of {self.total}")
-        epoch, position = divmod(ordinal, len(self._items))
-        row, ids = self._items[int(self._order(epoch)[position])]
+        return self._order.row_at(ordinal)
+
+    def at(self, ordinal: int) -> Prompt:
+        """Raises IndexError past the last epoch."""
+        row, ids = self._items[self.row_at(ordinal)]
         return Prompt(ordinal, row.domain, ids, row.teachers, row.answer)
 
     def __iter__(self) -> Iterator[Prompt]:
@@ -283,7 +258,3 @@ class PromptStream:
         while self.total is None or ordinal < self.total:
             yield self.at(ordinal)
             ordinal += 1
-
-
-def _shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    return np.random.default_rng((seed, epoch)).permutation(count)

@@ -12,9 +12,8 @@ from distill.errors import ConfigError, EnvironmentFault, ServerError, TeacherEr
 from distill.protocols import Loaded, ServerInfo, SlotLedger, WeightCosts, WeightSource
 from distill.serving.client import ServerClient
 from distill.types import GenerateRequest, Generation, ScoreRequest, SignalSpec, TeacherScores
-from distill.weights.files import Checkpoint
+from distill.weights.files import SPELLING, Checkpoint
 
-_SPELLING = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
@@ -28,7 +27,7 @@ class SingleTeacherServer:
 
     def __init__(self, client: ServerClient, *, dtype: str | None = None, budget_bytes: int | None = None) -> None:
         self._client = client
-        self._dtype = None if dtype is None else _SPELLING[dtype]
+        self._dtype = None if dtype is None else SPELLING[dtype]
         self._budget = budget_bytes
         self._known: dict[str, tuple[WeightSource, Checkpoint, WeightCosts]] = {}
         self._resident = ""

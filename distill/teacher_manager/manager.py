@@ -31,7 +31,7 @@ from distill.teacher_manager.slot import ACTIVATIONS, Slot
 from distill.teacher_manager.spans import EventSink, SpanSink
 from distill.teacher_manager.stall import SlotTimes
 from distill.teacher_manager.timeline.case import Job, System
-from distill.teacher_manager.translation import Question, Translation, questions
+from distill.teacher_manager.translation import Question, Reader, questions
 from distill.teacher_manager.work import ELSEWHERE, Work, batches, cost_of_prompt, in_order, settle
 from distill.types import GenerateRequest, Generation, Sample, ScoredSample, ScoreRequest, Signal, SignalSpec
 
@@ -53,13 +53,13 @@ class TeacherManager:
         canaries: CanaryStore,
         on_span: SpanSink,
         on_event: EventSink,
-        translations: Mapping[str, Translation] = MappingProxyType({}),
+        translations: Mapping[str, Reader] = MappingProxyType({}),
         remotes: Mapping[str, RemoteTeacher] = MappingProxyType({}),
         batch_size: int = 1,
         rates: Rates = CPU,
         barrier: bool = False,
     ) -> None:
-        """`translations`: for each teacher that has another tokenizer than the student. `remotes`: teachers that are
+        """`translations`: for each teacher that does not read the student's ids. `remotes`: teachers that are
         served elsewhere, in no slot and not in the catalogue. `batch_size`: samples that one
         step of the student learns from. With `barrier` what is computed together depends on the samples alone."""
         self._catalogue = catalogue

@@ -10,9 +10,7 @@ import xxhash
 
 from distill.errors import TeacherError
 from distill.transfermesh.digest import model_digest, tensor_digest
-from distill.weights.files import FLOATS, StoredTensor, cast_checksum, stored_tensors, tensor_checksums
-
-_SPELLING = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+from distill.weights.files import FLOATS, SPELLING, StoredTensor, cast_checksum, stored_tensors, tensor_checksums
 
 
 @dataclass(slots=True)
@@ -48,7 +46,7 @@ class Teacher:
 
         `server_dtype` (float32, bfloat16, float16) is what the servers hold: it decides how large the teacher is there.
         """
-        held_dtype = None if server_dtype is None else _SPELLING[server_dtype]
+        held_dtype = None if server_dtype is None else SPELLING[server_dtype]
         tensors = stored_tensors(folder)
         written = {file: file.stat().st_mtime_ns for file in dict.fromkeys(each.file for each in tensors.values())}
         return cls(name, folder, tensors, held_dtype, vocab_size, temperature, written)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
 from distill.errors import TeacherError
 from distill.objectives.alignment import NONE, Alignment, align
+from distill.teacher_manager.own_prompts import OwnPrompts
 from distill.teacher_manager.spelling import Spelling, readable
 from distill.types import GenerateRequest, Generation, Ids, Sample, ScoreRequest, SignalSpec, TeacherScores
 
@@ -41,6 +43,22 @@ class Question:
         return TeacherScores(found.teacher, logprobs_R.astype(np.float32), spans=spans_R)
 
 
+class Reader(Protocol):
+    """A teacher that does not read the student's very ids: it has another tokenizer, or a context of its own."""
+
+    def question(self, sample: Sample, student_ids: Ids | None = None) -> Question:
+        """What it is asked; `student_ids` as in ScoreRequest. Raises TeacherError with the sample's id."""
+        ...
+
+    def prompt(self, request: GenerateRequest) -> GenerateRequest:
+        """The request as it reads it. Raises TeacherError for a prompt that is not of the run's data."""
+        ...
+
+    def written(self, found: Generation) -> Generation:
+        """What it wrote, in the student's tokens."""
+        ...
+
+
 @dataclass(frozen=True)
 class Translation:
     """Between the student's tokens and those of one teacher with another tokenizer."""
@@ -49,16 +67,15 @@ class Translation:
     student: Spelling
     spelling: Spelling
     """The teacher's."""
-    prompts: Mapping[bytes, Ids]
-    """`prompt_key` of the student's ids of a prompt -> the teacher's ids of it."""
+    prompts: OwnPrompts
     context_length: int
     """Tokens that the teacher can read."""
     student_context_length: int
     """Tokens that the student can read: what the teacher wrote may be more of its tokens than the teacher's."""
 
-    def question(self, sample: Sample) -> Question:
+    def question(self, sample: Sample, student_ids: Ids | None = None) -> Question:
         """The sample in the teacher's tokens. A response without any text is asked about with one token, so that every
-        sample is one request.
+        sample is one request. `student_ids` are of no use: they are not its tokens.
 
         Raises TeacherError, with the sample's id, for a prompt that is not of the run's data and for more tokens than
         the teacher can read.
@@ -70,7 +87,7 @@ class Translation:
         if not len(response_T):
             response_T = np.asarray([self.spelling.end_id or 0], np.int32)
             alignment = align(spelled_R, [b""])
-        ids = np.concatenate([self._prompt(sample.prompt_ids, sample.id, sample.id), response_T])
+        ids = np.concatenate([self.prompts.of_sample(sample), response_T])
         own_tokens = len(sample.prompt_ids) + len(sample.response_ids)
         self._require_room(sample, f"teacher {self.teacher}", len(ids), self.context_length)
         self._require_room(sample, "the student", own_tokens, self.student_context_length)
@@ -78,7 +95,7 @@ class Translation:
 
     def prompt(self, request: GenerateRequest) -> GenerateRequest:
         """The request for this teacher to write: its own tokens, and its own ends."""
-        ids = self._prompt(request.input_ids, request.id)
+        ids = self.prompts.of_ids(request.input_ids, request.id)
         return replace(request, input_ids=ids, stop_token_ids=tuple(sorted(self.spelling.end_ids)))
 
     def written(self, found: Generation) -> Generation:
@@ -104,28 +121,16 @@ class Translation:
                 teacher=self.teacher,
             )
 
-    def _prompt(self, prompt_ids: Ids, name: str, sample_id: str = "") -> Ids:
-        found = self.prompts.get(prompt_key(prompt_ids))
-        if found is None:
-            raise TeacherError(
-                f"{name}: its prompt is none of the run's data, so teacher {self.teacher} cannot be asked about it",
-                why="that teacher has another tokenizer, and spells the prompts of the data beforehand",
-                fix="use teachers of the student's tokenizer for prompts that are made during the run",
-                sample_id=sample_id,
-                teacher=self.teacher,
-            )
-        return found
 
+def questions(sample: Sample, spec: SignalSpec, readers: Mapping[str, Reader]) -> list[Question]:
+    """One for each of the sample's teachers, in their order; all but `readers` read the student's ids.
 
-def prompt_key(prompt_ids: Ids) -> bytes:
-    return np.asarray(prompt_ids, np.int32).tobytes()
-
-
-def questions(sample: Sample, spec: SignalSpec, translations: Mapping[str, Translation]) -> list[Question]:
-    """One for each of the sample's teachers, in their order. Raises TeacherError with the sample's id."""
+    Raises TeacherError with the sample's id.
+    """
     ids = np.concatenate([sample.prompt_ids, sample.response_ids])
-    plain = Question(ScoreRequest(sample.id, ids, len(sample.response_ids), _student_ids(sample, spec)))
-    return [translations[name].question(sample) if name in translations else plain for name in sample.teachers]
+    student_ids = _student_ids(sample, spec)
+    plain = Question(ScoreRequest(sample.id, ids, len(sample.response_ids), student_ids))
+    return [readers[name].question(sample, student_ids) if name in readers else plain for name in sample.teachers]
 
 
 def _student_ids(sample: Sample, spec: SignalSpec) -> Ids | None:

@@ -25,6 +25,8 @@ FLOATS = {"F32": 4, "BF16": 2, "F16": 2}
 """Dtypes that a server may hold instead of a file's own, with the bytes of one element."""
 ALIGNMENT = 64
 """Of tensors on a device, as `distill.modeling.skeleton` lays them out."""
+SPELLING = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""Dtypes as a configuration names them -> as safetensors does."""
 _CHUNK_BYTES = 1 << 24
 _READ_BYTES = 1 << 30
 """Linux reads at most 2 GiB at a time."""

@@ -24,6 +24,7 @@ from distill.config.compose import load_config
 from distill.config.resume import settings_of
 from tests.builders_config import settings, write_jsonl, write_model, write_run, write_tokenizer, write_yaml
 
+TOLD = {"template": "{prompt} {solution}"}
 Break = Callable[[Path], "list[str] | None"]
 """Breaks one thing of the run in a folder; returns what to add to the command line."""
 
@@ -60,6 +61,12 @@ def other_tokenizer(folder: Path) -> None:
 
 def other_split(folder: Path) -> None:
     write_tokenizer(folder / "experts/math", split="..")
+
+
+def other_decoder(folder: Path) -> None:
+    file = folder / "experts/math/tokenizer.json"
+    definition = json.loads(file.read_text())
+    file.write_text(json.dumps(definition | {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}))
 
 
 def truncated(folder: Path) -> None:
@@ -330,6 +337,45 @@ CASES = [
         command_line("teacher_manager.slot_gb=1e-7"),
         2,
         ("teacher_manager.slot_gb is 1e-07 (100 bytes)", "needs 928 bytes", "teacher_manager.slot_gb=9.28e-07 or more"),
+    ),
+    Case(
+        "a regular expression that is none",
+        change("routing", {"rules": [{"match": {"regex": "a["}, "teachers": ["math"]}]}),
+        2,
+        ("teachers.yaml:21: routing.rules.0.match.regex: 'a[' is no regular expression", "fix:"),
+    ),
+    Case(
+        "a rule of an unknown teacher",
+        change("routing", {"rules": [{"match": {"tag": "x"}, "teachers": ["mth"]}]}),
+        2,
+        ("routing.rules.0.teachers names 'mth'", "did you mean 'math'?"),
+    ),
+    Case(
+        "a rule that calls what is not there",
+        change("routing", {"rules": [{"call": "json:chose"}]}),
+        2,
+        ("routing.rules.0.call: json has no 'chose'",),
+    ),
+    Case(
+        "a row that no rule fits",
+        lambda folder: (
+            change("routing", {"rules": [{"match": {"tag": "x"}, "teachers": ["math"]}]})(folder)
+            or ["data.0.domain=physics"]
+        ),
+        2,
+        ("math.jsonl:1", "none of routing.rules fits (0: tag 'x')", "routing.default"),
+    ),
+    Case(
+        "a context about a column that is not there",
+        change("teachers", settings()["teachers"] | {"math": {"model": "./experts/math", "context": TOLD}}),
+        2,
+        ("teachers.math.context.template names 'solution', and no row of data has such a column",),
+    ),
+    Case(
+        "a tokenizer that makes other text of its tokens",
+        other_decoder,
+        2,
+        ("teachers.math: its tokenizer", "the same ids, but another decoder: null there", "WordPiece"),
     ),
     Case(
         "more slots than teachers",

@@ -20,6 +20,14 @@ def attach(rollout: list[str], teacher: list[str], **more: Any) -> dict[str, Any
     return {"program": "attach", "rollout_urls": rollout, "teacher_urls": teacher, **more}
 
 
+def routed(rule: dict[str, Any]) -> dict[str, Any]:
+    return {"routing": {"rules": [rule]}}
+
+
+def told(context: dict[str, Any]) -> dict[str, Any]:
+    return {"teachers": {"math": {"model": "m", "context": context}, "code": {"model": "c"}}}
+
+
 MATH = {"path": "m.jsonl", "domain": "math"}
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("a misspelt teacher", {"data": [{"path": "x", "teachers": ["maht"]}]}, "did you mean 'math'"),
@@ -187,6 +195,79 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         {"objective": {"reduction": "segment_token"}},
         "every answer is a single sample: it would be the same as token_mean",
     ),
+    ("a rule without anything", routed({}), "routing.rules.0 has neither `match` nor `call`"),
+    (
+        "a rule with both",
+        routed({"match": {"tag": "x"}, "call": "a:b", "teachers": ["math"]}),
+        "routing.rules.0 has both `match` and `call`",
+    ),
+    ("a rule without teachers", routed({"match": {"tag": "x"}}), "routing.rules.0 has no `teachers`"),
+    (
+        "teachers beside a call",
+        routed({"call": "a.b:c", "teachers": ["math"]}),
+        "routing.rules.0.teachers has no effect: what a.b:c returns decides",
+    ),
+    ("a call that names no function", routed({"call": "choose"}), "'choose' does not say where a function is"),
+    ("a rule that fits every row", routed({"match": {}, "teachers": ["math"]}), "routing.rules.0.match is empty"),
+    (
+        "a column without an expression",
+        routed({"match": {"column": "source"}, "teachers": ["math"]}),
+        "routing.rules.0.match.column has no effect without regex",
+    ),
+    (
+        "a broken expression",
+        routed({"match": {"regex": "(?i"}, "teachers": ["math"]}),
+        "routing.rules.0.match.regex: '(?i' is no regular expression: missing -, : or )",
+    ),
+    (
+        "an unknown teacher of a rule",
+        routed({"match": {"tag": "x"}, "teachers": {"math": 1, "coed": 1}}),
+        "routing.rules.0.teachers names 'coed', which is not one of the teachers",
+    ),
+    (
+        "a weight of zero in a rule",
+        routed({"match": {"tag": "x"}, "teachers": {"math": 0}}),
+        "routing.rules.0.teachers.math must be more than 0, and is 0",
+    ),
+    ("an unknown default", {"routing": {"default": "mth"}}, "routing.default is 'mth', which is not one of"),
+    (
+        "rules for no row",
+        routed({"match": {"tag": "x"}, "teachers": ["math"]}) | {"data": [{"path": "x", "teachers": ["math", "code"]}]},
+        "routing.rules has no effect: every entry of data gives its `teachers`",
+    ),
+    ("no mix", {"routing": {"mix": {}}}, "routing.mix is empty"),
+    ("a mix of unknown teachers", {"routing": {"mix": {"math+chem": 1.0}}}, "routing.mix names 'chem', which is not"),
+    (
+        "a mix with two shares of one group",
+        {"routing": {"mix": {"math+code": 1, "code+math": 2}}},
+        "routing.mix has shares for 'math+code' and for 'code+math', the same teachers",
+    ),
+    (
+        "a share that nobody would see",
+        {"routing": {"mix": {"math": 1e-4, "code": 1}}},
+        "routing.mix.math is 0.0001 of 1.0001, less than 0.001 of all prompts",
+    ),
+    (
+        "epochs beside a mix",
+        {"routing": {"mix": {"math": 1, "code": 1}}, "rollout": {"epochs": 3}},
+        "rollout.epochs is 3, and with routing.mix there is no epoch",
+    ),
+    ("an empty context", told({}), "teachers.math.context is empty"),
+    (
+        "a template without the prompt",
+        told({"template": "Answer: {answer}"}),
+        "teachers.math.context.template has no {prompt}",
+    ),
+    (
+        "a template with an open brace",
+        told({"template": "{prompt} {answer"}),
+        "teachers.math.context.template cannot be filled in: expected '}' before end of string",
+    ),
+    (
+        "a template that looks into a column",
+        told({"template": "{prompt} {answer.__class__}"}),
+        "{answer.__class__} is not the plain name of a column",
+    ),
     ("an unknown sink", {"observe": {"sinks": ["jsonl", "tensorbord"]}}, "did you mean 'tensorboard'"),
     ("an unknown scheduler", {"teacher_manager": {"scheduler": "anounced"}}, "did you mean 'announced'"),
     ("an unknown grader", {"evaluation": {"grader": "exact"}}, "there is no grader 'exact'"),
@@ -225,6 +306,22 @@ def test_a_weight_counts_where_one_entry_leaves_it_to_the_teacher() -> None:
 
 def test_a_held_out_domain_may_name_its_teachers() -> None:
     check(config(evaluation={"data": [{"path": "x", "domain": "unseen", "teachers": ["math"]}]}))
+
+
+def test_a_held_out_domain_may_be_routed_by_a_rule() -> None:
+    rule = {"match": {"domain": "unseen"}, "teachers": {"math": 0.3, "code": 0.7}}
+    check(config(evaluation={"data": [{"path": "x", "domain": "unseen"}]}, **routed(rule)))
+
+
+def test_rules_a_mix_and_a_context_pass() -> None:
+    rules = [
+        {"match": {"tag": "proof"}, "teachers": ["math"]},
+        {"match": {"column": "source", "regex": "(?i)python"}, "teachers": {"code": 0.8, "math": 0.2}},
+        {"call": "mine.routes:choose"},
+    ]
+    mix = {"math": 3, "code+math": 1}
+    context = {"system": "Be brief.", "template": "{prompt} {{for you: {answer}, {solution}}}"}
+    check(config(routing={"rules": rules, "default": "math", "mix": mix}, **told(context)))
 
 
 def test_domains_and_teachers_that_rows_name_are_not_guessed_at() -> None:

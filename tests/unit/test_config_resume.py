@@ -71,6 +71,10 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"data": [{"path": "x", "teachers": ["code", "math"]}]},
         {"data": [{"path": "x", "teachers": {"math": 1, "code": 1.0}}]},
     ),
+    (
+        {"routing": {"rules": [{"match": {"tag": "x"}, "teachers": ["math"]}]}},
+        {"routing": {"rules": [{"match": {"tag": "x"}, "teachers": {"math": 1}}], "mix": None}},
+    ),
     ({"evaluation": {"data": [{"path": "x"}]}}, {"evaluation": {"data": [{"path": "x"}], "max_new_tokens": 8}}),
 ]
 
@@ -95,6 +99,14 @@ def test_a_default_that_is_written_out_is_no_change(short: dict[str, Any], long:
         ({}, {"student": {"model": "./base", "lora": {}}}, "student.lora is {", False),
         ({}, {"prepare": {"script": "a.py", "output": "o"}}, "prepare is {", True),
         ({}, {"evaluation": {"data": [{"path": "x", "domain": "math"}]}}, "evaluation.data.0 is {", False),
+        ({}, {"routing": {"default": "math"}}, "routing.default is 'math', and was null", False),
+        ({}, {"routing": {"mix": {"math": 1, "code": 2}}}, "routing.mix is {'math': 1.0", False),
+        (
+            {},
+            {"teachers": {"math": {"model": "./experts/math", "context": {"system": "x"}}, "code": {"model": "c"}}},
+            "teachers.math.context is {'system': 'x'",
+            False,
+        ),
         ({}, {"observe": {"sinks": []}}, "observe.sinks is [], and was ['jsonl', 'tensorboard']", True),
         ({}, {"server": {"dtype": "bfloat16"}}, "server.dtype is 'bfloat16'", False),
         ({}, {"teacher_manager": {"full_rows": "rows"}}, "full_rows is 'rows', and was 'auto'", True),

@@ -12,7 +12,8 @@ import pytest
 from distill.config.compose import load_config
 from distill.errors import ConfigError
 from distill.preflight import Preflight, inspect
-from distill.teacher_manager.translation import prompt_key
+from distill.teacher_manager import Translation
+from distill.teacher_manager.own_prompts import prompt_key
 from tests.builders_config import weights, write_jsonl, write_run
 from tests.builders_tokenizers import BYTE_LEVEL, FALLBACK, byte_level, fallback
 
@@ -50,16 +51,22 @@ def look(path: Path, *overrides: str) -> Preflight:
     return inspect(load_config(path, list(overrides)).config)
 
 
+def of_math(found: Preflight) -> Translation:
+    translation = found.translations["math"]
+    assert isinstance(translation, Translation)
+    return translation
+
+
 def test_a_teacher_with_another_tokenizer_keeps_its_own_vocabulary_and_its_own_prompts(tmp_path: Path) -> None:
     found = look(run(tmp_path, rows=OWN_IDS + 3))
     assert found.vocab_size == len(BYTE_LEVEL)
     assert found.teacher_vocab_sizes == {"math": OWN_IDS, "code": len(BYTE_LEVEL)}
     assert list(found.translations) == ["math"]
-    translation = found.translations["math"]
+    translation = of_math(found)
     student_ids = np.array([BYTE_LEVEL.index(token) for token in ("ab", "cd", "Ġa")], np.int32)
     own = [FALLBACK.index(token) for token in ("▁a", "bc", "d", "▁a")]
-    assert translation.prompts[prompt_key(student_ids)].tolist() == own, "as it spells a text from its beginning"
-    assert len(translation.prompts) == 2, "those that it scores"
+    assert translation.prompts.by_ids[prompt_key(student_ids)].tolist() == own, "as it spells a text from its beginning"
+    assert len(translation.prompts.by_ids) == 2, "those that it scores"
     assert (translation.context_length, translation.spelling.end_id) == (32, 2)
     assert any("teachers.math: a tokenizer of its own, 17 ids" in note for note in found.notes)
     assert any("20 head rows, the tokenizer has 17" in note for note in found.notes)
@@ -69,8 +76,8 @@ def test_it_reads_the_held_out_prompts_of_others_where_it_is_to_answer_them(tmp_
     held_out = write_jsonl(tmp_path / "held.jsonl", [{"prompt": "ee", "answer": "a", "domain": "code"}])
     path = run(tmp_path, evaluation={"data": [{"path": str(held_out)}]})
     key = prompt_key(np.array([BYTE_LEVEL.index("e")] * 2, np.int32))
-    assert key in look(path, "evaluation.teachers=true").translations["math"].prompts
-    assert key not in look(path, "evaluation.teachers=false").translations["math"].prompts
+    assert key in of_math(look(path, "evaluation.teachers=true")).prompts.by_ids
+    assert key not in of_math(look(path, "evaluation.teachers=false")).prompts.by_ids
     look(path, "evaluation.teachers=false", "evaluation.max_new_tokens=30")
     with pytest.raises(
         ConfigError, match=r"evaluation\.max_new_tokens is 30: together 33, .* as its own tokenizer counts"
@@ -91,7 +98,7 @@ def test_chat_messages_go_through_the_teachers_own_template(tmp_path: Path) -> N
         look(path, "teachers.code.tokenizer=" + str(tmp_path / "base"))
     own.chat_template = "{% for m in messages %}{{ m['role'] }}{{ m['content'] }}{% endfor %}"
     own.save_pretrained(tmp_path / "experts/math")
-    prompts = look(path, "teachers.code.tokenizer=" + str(tmp_path / "base")).translations["math"].prompts
+    prompts = of_math(look(path, "teachers.code.tokenizer=" + str(tmp_path / "base"))).prompts.by_ids
     key = prompt_key(np.array([BYTE_LEVEL.index("b"), BYTE_LEVEL.index("c")], np.int32))
     assert prompts[key].tolist() == [FALLBACK.index(token) for token in ("▁a", "bc")], "the role, then the content"
 

@@ -142,6 +142,30 @@ def test_orders_differ_between_epochs_and_seeds() -> None:
     assert answers(0, 0) != answers(0, 1) and answers(0, 0) != answers(1, 0)
 
 
+@given(
+    sizes=st.lists(st.integers(20, 200), min_size=1, max_size=5),
+    shared=st.integers(20, 200),
+    seed=st.integers(0, 2**31),
+    step=st.integers(0, 40),
+)
+def test_every_step_meets_each_teacher_in_its_share_of_a_file_that_is_sorted_by_domain(
+    sizes: list[int], shared: int, seed: int, step: int
+) -> None:
+    """Also where some prompts have several teachers."""
+    routes = [(f"d{index}", {f"t{index}": 1.0}) for index, size in enumerate(sizes) for _ in range(size)]
+    routes += [("both", {"t0": 1.0, "all": 0.5})] * shared
+    rows = [PromptRow(Path("f"), line, domain, "p", None, to) for line, (domain, to) in enumerate(routes)]
+    found = PromptStream(rows, [np.array([1], np.int32)] * len(rows), seed)
+    batch = 40 * (len(sizes) + 1)
+    met = Counter(name for n in range(batch) for name in found.at(step * batch + n).teachers)
+    for name in met:
+        target = batch * sum(name in to for _, to in routes) / len(routes)
+        groups = len({tuple(to) for _, to in routes if name in to})
+        assert abs(met[name] - target) < 2 * groups
+        if target >= 20 * groups:
+            assert abs(met[name] - target) <= 0.1 * target
+
+
 def test_a_stream_of_two_epochs_ends_after_them() -> None:
     two = stream(3, epochs=2)
     assert two.total == 6 and len(list(two)) == 6

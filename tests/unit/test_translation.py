@@ -25,9 +25,9 @@ from distill.objectives.alignment import align
 from distill.objectives.policy_gradient import PolicyGradient
 from distill.objectives.span_kl import SpanKL
 from distill.store.codec import Snapshot, decode, encode
-from distill.teacher_manager import Spelling, Teacher, Translation
+from distill.teacher_manager import OwnPrompts, Spelling, Teacher, Translation
 from distill.teacher_manager.gate import canary_ids
-from distill.teacher_manager.translation import prompt_key
+from distill.teacher_manager.own_prompts import prompt_key
 from distill.types import (
     Batch,
     GenerateRequest,
@@ -65,7 +65,7 @@ def teacher() -> Spelling:
 
 
 def translation(**changes: Any) -> Translation:
-    found = Translation("t", student(), teacher(), {prompt_key(PROMPT): TEACHERS_PROMPT}, 40, 40)
+    found = Translation("t", student(), teacher(), OwnPrompts("t", {prompt_key(PROMPT): TEACHERS_PROMPT}), 40, 40)
     return replace(found, **changes)
 
 
