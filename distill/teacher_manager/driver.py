@@ -144,10 +144,11 @@ class Driver:
     def withdraw(self, rollout: int) -> None:
         self._tell(Withdrawn(rollout))
 
-    def arrive(self, rollout: int, job: Job, group: int) -> None:
-        """`group`: jobs of one group share the beginning of their sequences; -1: none."""
+    def arrive(self, rollout: int, job: Job, group: int, *, resident: bool) -> None:
+        """`group`: jobs of one group share the beginning of their sequences; -1: none. `resident`: it cannot be
+        streamed."""
         self.fleet.arrive(job)
-        self._tell(Arrived(rollout, job, group))
+        self._tell(Arrived(rollout, job, group, resident))
 
     def drop(self, job: int) -> None:
         """Nobody wants it any more. One that is on a visit is left to that visit."""

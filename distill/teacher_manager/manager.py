@@ -294,7 +294,7 @@ class TeacherManager:
         self._jobs[job.id] = list(works)
         for work in works:
             work.job = job.id
-        driver.arrive(rollout, job, first.group)
+        driver.arrive(rollout, job, first.group, resident=bool(first.prompts))
 
     async def _results(self, works: Sequence[Work]) -> list[Any]:
         """All results, or the first error; what is still waiting then is forgotten. A teacher that is to be done

@@ -26,6 +26,8 @@ from distill.teacher_manager.timeline.decisions import (
     DeviceBack,
     DeviceLost,
     Event,
+    Evict,
+    Stream,
     Visit,
     VisitEnded,
     Withdrawn,
@@ -258,3 +260,47 @@ def test_a_system_of_another_shape_is_no_change_of_speed(what: str) -> None:
     for each in (IndexPolicy(of), Fleet(of)):
         with pytest.raises(ValueError, match="in more than its speeds"):
             each.retime(other)
+
+
+def first_decisions(arrivals: Sequence[Arrived], of: System) -> list[Decision]:
+    """Teacher 1 is resident and has nothing to do when they come."""
+    policy, fleet = IndexPolicy(of, Settings.for_runs(visit_tokens=0)), Fleet(of)
+    list(policy.decide(0, [], fleet))
+    copy = fleet.start_copy(0, 1, 1)
+    policy._outlook.copy_starts(0, 1)  # pyright: ignore[reportPrivateUsage]
+    fleet.end_copy(copy, 2 * S)
+    list(policy.decide(2 * S, [CopyEnded(0, 0, 1)], fleet))
+    for each in arrivals:
+        fleet.arrive(each.job)
+    found: list[Decision] = []
+    for decision in policy.decide(3 * S, arrivals, fleet):
+        found.append(decision)
+        match decision:
+            case Evict(device=device, item=item):
+                fleet.evict(device, item, 3 * S)
+            case Copy(device=device, item=item):
+                fleet.start_copy(device, item, 3 * S)
+            case Stream(device=device, teacher=teacher, jobs=jobs):
+                fleet.start_stream(device, teacher, jobs, 3 * S)
+            case _:
+                pass
+    return found
+
+
+def test_work_that_hides_the_reading_is_streamed_unless_a_job_needs_the_teacher_to_be_resident() -> None:
+    of = system(budget=4)  # a copy takes 2 s, and one displaces the other
+    long = Arrived(0, job(0, 0, 3, tokens=6))
+    assert [type(each) for each in first_decisions([long], of)] == [Evict, Stream]
+    writes = Arrived(1, job(1, 0, 3), resident=True)
+    assert [type(each) for each in first_decisions([long, writes], of)] == [Evict, Copy]
+
+
+def test_what_has_room_is_copied_and_stays_however_much_work_there_is() -> None:
+    of = system(budget=8)
+    assert [type(each) for each in first_decisions([Arrived(0, job(0, 0, 3, tokens=6))], of)] == [Copy]
+
+
+def test_little_work_is_no_reason_to_stream() -> None:
+    of = system(budget=4)
+    found = first_decisions([Arrived(0, job(0, 0, 3, tokens=1))], of)
+    assert Copy in [type(each) for each in found] and Stream not in [type(each) for each in found]

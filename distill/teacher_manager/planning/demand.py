@@ -95,6 +95,10 @@ class Demand:
         self.groups: dict[int, int] = {}
         """By job, waiting or on a visit: its group, where it has one."""
         self.queues = [Queue() for _ in system.teachers]
+        self.resident_jobs = [0] * len(system.teachers)
+        """By teacher: waiting jobs that cannot be streamed."""
+        self._resident: set[int] = set()
+        """Jobs that cannot be streamed, waiting or on a visit."""
 
     def work(self, job: Job) -> int:
         return job.tokens * self._per_token[job.teacher]
@@ -109,6 +113,8 @@ class Demand:
         self.withdraw(event.rollout)
         if event.group >= 0:
             self.groups[event.job.id] = event.group
+        if event.resident:
+            self._resident.add(event.job.id)
         self.wait(event.job)
 
     def withdraw(self, rollout: int) -> int | None:
@@ -125,12 +131,14 @@ class Demand:
         """It waits, for the first time or again."""
         self.waiting[job.id] = job
         self.queues[job.teacher].add(job, self.work(job))
+        self.resident_jobs[job.teacher] += job.id in self._resident
 
     def take(self, jobs: Iterable[Job]) -> None:
         """They go on a visit."""
         for job in jobs:
             del self.waiting[job.id]
             self.queues[job.teacher].remove(job.id, self.work(job))
+            self.resident_jobs[job.teacher] -= job.id in self._resident
 
     def drop(self, id: int) -> int | None:
         """Forgets a waiting job. Its teacher; None: it does not wait."""
@@ -145,3 +153,4 @@ class Demand:
         """They are done."""
         for id in jobs:
             self.groups.pop(id, None)
+            self._resident.discard(id)

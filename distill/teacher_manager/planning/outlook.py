@@ -138,6 +138,7 @@ class Outlook:
         """Whether a stream of the teacher could start on the idle device now, but for room."""
         return (
             self._homes.streams(device, teacher)
+            and not self.demand.resident_jobs[teacher]
             and bool(self.fleet.missing(device, teacher))
             and self.fleet.devices[device].coming != teacher
             and self.fleet.can_transfer(device, teacher)

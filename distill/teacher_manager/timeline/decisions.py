@@ -39,6 +39,8 @@ class Arrived:
     job: Job
     group: int = -1
     """Jobs of one group stand beside each other in a visit: they share a prompt. -1: of no group."""
+    resident: bool = False
+    """Only a resident teacher can do it: it is not streamed."""
 
 
 @dataclass(frozen=True, slots=True)
