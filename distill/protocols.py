@@ -214,6 +214,18 @@ class TeacherFigures:
     """A slot stood still although something waited for a teacher."""
     dropped: Mapping[str, int] = field(default_factory=dict[str, int])
     """Teacher -> samples that went on without it."""
+    cache_requests: int = 0
+    """Samples that teachers were to score while there was a score cache, each counted for each of its teachers."""
+    cache_requests_found: int = 0
+    """All of whose scores were found there."""
+    cache_tokens: int = 0
+    """Response tokens of `cache_requests`."""
+    cache_tokens_found: int = 0
+
+    @property
+    def cache_hit_share(self) -> float:
+        """Of the response tokens."""
+        return self.cache_tokens_found / self.cache_tokens if self.cache_tokens else 0.0
 
     @property
     def stall_share(self) -> float:
@@ -232,6 +244,10 @@ class TeacherFigures:
             self.busy_s + other.busy_s,
             self.stalled_s + other.stalled_s,
             {name: self.dropped.get(name, 0) + other.dropped.get(name, 0) for name in names},
+            self.cache_requests + other.cache_requests,
+            self.cache_requests_found + other.cache_requests_found,
+            self.cache_tokens + other.cache_tokens,
+            self.cache_tokens_found + other.cache_tokens_found,
         )
 
 

@@ -30,9 +30,15 @@ from distill.teacher_manager import (
     SpanSink,
     Teacher,
     TeacherManager,
+    Translation,
 )
 from distill.teacher_manager.remote_apis import open_remote
-from distill.types import Signal
+from distill.teacher_manager.reuse import Reuse
+from distill.teacher_manager.score_cache import ScoreCache
+from distill.types import Signal, SignalSpec
+
+_SAMPLE_SHARE = 16
+"""The scores of one sample may take so much of the score cache: one in so many of its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +86,9 @@ class Teaching:
         config, checked = self.config.teacher_manager, self.checked
         canaries = CanaryStore(self.folder / "canaries.json")
         spec = checked.full_rows.asked(checked.objective.spec)
+        catalogue = Catalogue([self._open(name) for name in self._here], self._bases())
         manager = TeacherManager(
-            Catalogue([self._open(name) for name in self._here], self._bases()),
+            catalogue,
             [Slot(server.name, server.locate, self._connect, self._slot_bytes) for server in servers],
             # behind the barrier the manager settles what is computed together: one job a visit
             functools.partial(load("scheduler", config.scheduler), visit_tokens=0 if barrier else config.call_tokens),
@@ -108,9 +115,36 @@ class Teaching:
             batch_size=self.config.trainer.batch_size,
             rates=self._rates,
             barrier=barrier,
+            # what the cache still holds depends on when scores came, and what is left to ask on what it holds
+            reuse=None if barrier else self._reuse(catalogue, spec),
         )
         check_signal(checked.objective, manager.caps)
         return manager
+
+    def _reuse(self, catalogue: Catalogue, spec: SignalSpec) -> Reuse:
+        config, checked = self.config.teacher_manager, self.checked
+        memory_bytes = round(config.cache_mb * 1e6)
+        folder = (config.cache_folder or self.folder / "scores") if config.cache_disk_gb else None
+        try:
+            cache = ScoreCache(memory_bytes, folder, round(config.cache_disk_gb * 1e9)) if memory_bytes else None
+        except OSError as error:
+            raise ConfigError(
+                f"teacher_manager.cache_folder: {folder} cannot be used: {error}",
+                why="scores that memory has no room for are to be written there",
+                fix="name a folder that can be written, or set teacher_manager.cache_disk_gb=0",
+            ) from error
+        own = {name for name, reader in checked.translations.items() if isinstance(reader, Translation)}
+        return Reuse(
+            catalogue,
+            cache,
+            spec=spec,
+            vocab_size=checked.vocab_size,
+            tokenizers={name: "its own" if name in own else checked.vocabulary.fingerprint for name in self._here},
+            numerics=f"{self.config.server.program}/{self.config.server.dtype}/{config.topk_dtype}",
+            largest_bytes=memory_bytes // _SAMPLE_SHARE,
+            digest_s=config.timeout_s,
+            on_event=self.on_event,
+        )
 
     @property
     def _here(self) -> list[str]:

@@ -46,6 +46,7 @@ def write_model(
         "model_type": "llama",
         "vocab_size": rows,
         "max_position_embeddings": context,
+        "num_hidden_layers": 1,
     }
     (folder / "config.json").write_text(json.dumps(config))
     save_file(weights(rows), folder / "model.safetensors")
@@ -55,7 +56,7 @@ def write_model(
 def weights(rows: int) -> dict[str, Any]:
     return {
         "model.embed_tokens.weight": np.zeros((rows, HIDDEN), np.float32),
-        "model.norm.weight": np.ones(HIDDEN, np.float32),
+        "model.layers.0.input_layernorm.weight": np.ones(HIDDEN, np.float32),
         "lm_head.weight": np.zeros((rows, HIDDEN), np.float32),
     }
 

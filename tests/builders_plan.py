@@ -19,7 +19,9 @@ TEACHER_PARAMS = 2 * ROWS * HIDDEN + HIDDEN + LAYERS * 32 * HIDDEN
 
 def add_layers(folder: Path, layers: int = LAYERS) -> None:
     more = {f"model.layers.{index}.mlp.weight": np.zeros((32, HIDDEN), np.float32) for index in range(layers)}
-    save_file(weights(ROWS) | more, folder / "model.safetensors")
+    ends = {name: tensor for name, tensor in weights(ROWS).items() if ".layers." not in name}
+    norm = {"model.norm.weight": np.ones(HIDDEN, np.float32)}
+    save_file(ends | norm | more, folder / "model.safetensors")
 
 
 def write_layered_run(folder: Path, **changes: Any) -> Path:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
+import xxhash
 from safetensors.numpy import load_file, save_file
 
 from distill.config import TeacherManagerConfig
@@ -16,11 +18,14 @@ from distill.errors import EnvironmentFault, ServerError, TeacherError
 from distill.protocols import Loaded, ServerAddress, ServerInfo, SlotLedger, WeightCosts, WeightSource
 from distill.teacher_manager import CanaryStore, Catalogue, Slot, Teacher, TeacherManager, Translation
 from distill.teacher_manager.planning.policy import policy_for_runs
+from distill.teacher_manager.reuse import Reuse
+from distill.teacher_manager.score_cache import ScoreCache
 from distill.transfermesh.digest import tensor_digest
 from distill.types import (
     Floats,
     GenerateRequest,
     Generation,
+    Ids,
     Sample,
     ScoreRequest,
     Signal,
@@ -53,6 +58,12 @@ def true_scores(folder: Path, response: Any) -> Floats:
     return load_file(folder / "model.safetensors")["table"][response]
 
 
+def of_prefix(ids: Ids, rows: int) -> Floats:
+    """(rows,) a number for each of the last tokens that all tokens before it decide too."""
+    ends = range(len(ids) - rows + 1, len(ids) + 1)
+    return np.array([xxhash.xxh3_64_intdigest(ids[:end].tobytes()) % 1000 for end in ends], np.float32)
+
+
 class FakeServer:
     """A teacher server and its host. Set the attributes to break it; they act on the next call that they concern."""
 
@@ -70,6 +81,12 @@ class FakeServer:
         self.loads: list[str] = []
         self.score_calls: list[list[str]] = []
         self.streamed: list[list[str]] = []
+        self.rows: Counter[str] = Counter()
+        """Object -> response tokens that it was asked about, those of canaries excepted."""
+        self.reads_prefix = False
+        """Scores depend on all tokens before, too."""
+        self.streams_folder: Path | None = None
+        """What is streamed in place of the object's own folder."""
         self.corrupt_loads = 0
         """Loads that end with one tensor changed."""
         self.stale_buffer = 0.0
@@ -157,7 +174,13 @@ class FakeClient:
         self._reach().tensors.pop(name, None)
 
     async def checksums(self, name: str) -> dict[str, str]:
-        return {key: tensor_digest(tensor) for key, tensor in self._reach().tensors[name].items()}
+        server = self._reach()
+        held = server.tensors[name] if name in server.tensors else self._files(server, name)
+        return {key: tensor_digest(tensor) for key, tensor in held.items()}
+
+    def _files(self, server: FakeServer, name: str) -> dict[str, np.ndarray[Any, Any]]:
+        """What is streamed."""
+        return load_file((server.streams_folder or server.sources[name].folder) / "model.safetensors")
 
     async def score(
         self, requests: Sequence[ScoreRequest], spec: SignalSpec, *, stream: bool = False
@@ -189,12 +212,14 @@ class FakeClient:
         return requests
 
     def _scores(self, server: FakeServer, request: ScoreRequest, stream: bool) -> TeacherScores:
-        if stream:
-            table = load_file(server.sources[request.teacher].folder / "model.safetensors")["table"]
-        else:
-            table = server.tensors[request.teacher]["table"]
+        held = self._files(server, request.teacher) if stream else server.tensors[request.teacher]
         response = request.input_ids[len(request.input_ids) - request.response_len :]
-        return TeacherScores(request.teacher, table[response] + np.float32(server.stale_buffer))
+        if not request.id.startswith("canary"):
+            server.rows[request.teacher] += request.response_len
+        scores = held["table"][response] + np.float32(server.stale_buffer)
+        if server.reads_prefix:
+            scores += of_prefix(request.input_ids, request.response_len)
+        return TeacherScores(request.teacher, scores)
 
     async def generate(self, requests: Sequence[GenerateRequest], teacher: str) -> list[Generation]:
         server = self._reach()
@@ -233,6 +258,7 @@ class Rig:
         spec: SignalSpec = SAMPLED,
         translations: Mapping[str, Translation] = MappingProxyType({}),
         timeout_s: float = 30,
+        cache: ScoreCache | None = None,
         **config: Any,
     ) -> None:
         self.teachers = {teacher.name: teacher for teacher in teachers}
@@ -241,8 +267,9 @@ class Rig:
         self.events: list[tuple[str, str]] = []
         settings = TeacherManagerConfig(slots=len(servers), timeout_s=timeout_s, **config)
         visit_tokens = 0 if barrier else settings.call_tokens
+        catalogue = Catalogue(teachers)
         self.manager = TeacherManager(
-            Catalogue(teachers),
+            catalogue,
             [server.slot() for server in servers],
             lambda system: policy_for_runs(system, visit_tokens=visit_tokens),
             spec,
@@ -253,6 +280,13 @@ class Rig:
             on_event=lambda *event: self.events.append(event),
             translations=translations,
             barrier=barrier,
+            reuse=Reuse(
+                catalogue,
+                cache,
+                spec=spec,
+                vocab_size=VOCAB,
+                on_event=lambda *event: self.events.append(event),
+            ),
         )
 
     async def __aenter__(self) -> Self:

@@ -22,7 +22,6 @@ from distill.teacher_manager.capacity import (
     Expected,
     changes,
     cheapest,
-    computing_with_base,
     expect,
     load,
     load_limit,
@@ -178,7 +177,7 @@ def _system(
         rates=rates,
     )
     links = tuple(msgspec.structs.replace(link, bytes_per_s=rates.link_bytes) for link in system.links)
-    return computing_with_base(replace(system, links=links))
+    return replace(system, links=links)
 
 
 def _refuse_homeless(catalogue: Catalogue, system: System) -> None:

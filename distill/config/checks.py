@@ -176,6 +176,23 @@ def _nothing_is_ignored(config: RunConfig) -> Iterator[Finding]:
             )
 
 
+def _scores_on_disk_have_been_in_memory(config: RunConfig) -> Iterator[Finding]:
+    manager = config.teacher_manager
+    if manager.cache_folder is not None and not manager.cache_disk_gb:
+        yield (
+            ("teacher_manager", "cache_folder"),
+            "teacher_manager.cache_folder is given, but teacher_manager.cache_disk_gb is 0: nothing is written there",
+            "say how much the folder may hold, or remove it",
+        )
+    if manager.cache_disk_gb and not manager.cache_mb:
+        yield (
+            ("teacher_manager", "cache_disk_gb"),
+            f"teacher_manager.cache_disk_gb is {manager.cache_disk_gb:g}, but teacher_manager.cache_mb is 0: scores "
+            "come to the disk when memory has no room for them",
+            "give it some memory; 256 is the default",
+        )
+
+
 def _ranks_fit_the_student(config: RunConfig) -> Iterator[Finding]:
     student, batch = config.student, config.trainer.batch_size
     if student.ranks == 1:
@@ -272,6 +289,7 @@ CHECKS: tuple[Callable[[RunConfig], Iterable[Finding]], ...] = (
     _batches_are_whole_prompts,
     _folders_are_the_runs_own,
     _nothing_is_ignored,
+    _scores_on_disk_have_been_in_memory,
     _ranks_fit_the_student,
     _segments_exist,
     _outcomes_can_teach,

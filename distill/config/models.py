@@ -235,6 +235,22 @@ class TeacherManagerConfig(Section):
         description="keep teachers of one architecture in host memory as differences from the first: less memory, "
         "slower copies",
     )
+    cache_mb: float = Field(
+        default=256.0,
+        ge=0,
+        le=1e6,
+        description="memory of the controller for scores that may be asked for again, MB = 1e6 bytes; 0: none, as in "
+        "every run with max_staleness 0, which is to be the same each time: hits change what is computed together",
+    )
+    cache_disk_gb: float = Field(
+        default=0.0,
+        ge=0,
+        le=1e6,
+        description="disk for scores that memory has no room for, found by the next start too, GB = 1e9; 0: none",
+    )
+    cache_folder: FilePath | None = Field(
+        default=None, description="where those are, of one run at a time; default: scores/ in the run's folder"
+    )
     scheduler: str = Field(
         default="index",
         description="what decides on copies, evictions and visits: a registry name, or package.module:callable",

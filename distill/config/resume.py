@@ -55,6 +55,7 @@ FREE: Table = {
     "teacher_manager": (
         *("slots", "slot_gb", "scheduler", "call_tokens", "deadline_s", "on_teacher_failure", "canary_atol"),
         *("host_gb", "host_differences", "remote_canary_atol", "topk_dtype", "full_rows", "timeout_s", "max_tries"),
+        *("cache_mb", "cache_disk_gb", "cache_folder"),
     ),
     "server": (
         *("program", "device", "host", "port", "context_length", "max_batch_size", "threads", "args", "python"),

@@ -55,6 +55,9 @@ METRICS: dict[str, Metric] = {
         "last",
         "share of the time in which a teacher was wanted in which its slots stood still, since the run began",
     ),
+    "teacher/cache_hit_share": Metric(
+        "1", "last", "share of the response tokens to score that the score cache knew, since the run began"
+    ),
     "slots/load_bytes": Metric("B", "last", "weights that were copied into slots, since the run began"),
     "slots/streams": Metric("1", "last", "batches that were scored layer by layer, since the run began"),
     "time/swap_s": Metric("s", "sum", "seconds in which any teacher was being loaded"),

@@ -162,6 +162,7 @@ class Observer:
             **{f"teacher/swaps/{name}": float(count) for name, count in history.swaps.items()},
             **{f"teacher/dropped/{name}": float(count) for name, count in history.slots.dropped.items()},
             "slots/stall_share": history.slots.stall_share,
+            **({"teacher/cache_hit_share": history.slots.cache_hit_share} if history.slots.cache_requests else {}),
             "slots/load_bytes": float(history.slots.load_bytes),
             "slots/streams": float(history.slots.streams),
             "store/size": float(store_size),

@@ -89,6 +89,7 @@ def _tiles(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("weight updates", str(result["weight_updates"])),
         ("teacher swaps", str(result["teacher_swaps"])),
         ("slot stall", percent(result["slots"]["stall_share"])),
+        *([("score cache hits", percent(hits))] if (hits := result["slots"]["cache_hit_share"]) else []),
         ("overlap", percent(result["overlap"])),
         ("max staleness", str(result["max_staleness_seen"])),
         ("samples", f"{result['samples']:,}"),

@@ -43,7 +43,11 @@ def summary(history: History, status: str, *, wall_s: float, run_dir: Path, expo
         "weight_updates": counters.weight_updates,
         "teacher_swaps": sum(history.swaps.values()),
         "swaps": dict(history.swaps),
-        "slots": {**asdict(history.slots), "stall_share": history.slots.stall_share},
+        "slots": {
+            **asdict(history.slots),
+            "stall_share": history.slots.stall_share,
+            "cache_hit_share": history.slots.cache_hit_share,
+        },
         "max_staleness_seen": counters.max_staleness,
         "samples": counters.samples,
         "tokens": counters.tokens,
@@ -107,6 +111,11 @@ def _figures(result: dict[str, Any]) -> list[str]:
         lines.append(
             f"teacher slots: {slots['load_bytes'] / 1e9:.3g} GB loaded in {slots['load_s']:.1f} s, "
             f"{percent(slots['stall_share'])} of the time in which a teacher was wanted stood still"
+        )
+    if slots["cache_tokens_found"]:
+        lines.append(
+            f"score cache: {slots['cache_requests_found']} of {slots['cache_requests']} samples were found whole, "
+            f"{percent(slots['cache_hit_share'])} of the tokens had not to be scored again"
         )
     lines += [f"{count} samples went on without teacher {name}" for name, count in slots["dropped"].items()]
     lines += [

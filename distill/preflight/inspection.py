@@ -123,6 +123,7 @@ def inspect(config: RunConfig) -> Preflight:
     models = inspect_servers(config, models, vocabularies, objective)
     notes += notes_on(config, models.elsewhere)
     prompts = inspect_prompts(config, models, vocabulary)
+    notes += prompts.notes
     note = check_loss_kernel(config, objective)
     notes += [note] if note else []
     translations = make_readers(config, models, vocabularies, prompts)

@@ -58,7 +58,7 @@ def slot_budget(
     slot_gb = config.teacher_manager.slot_gb
     if slot_gb is None:
         return max((teacher.slot_bytes for teacher in teachers.values()), default=0)
-    budget = int(slot_gb * 1e9)
+    budget = round(slot_gb * 1e9)
     found = needs(teachers, budget, stream_bytes)
     name = max(found, key=lambda name: found[name].bytes, default=None)
     if name is None or found[name].bytes <= budget:

@@ -32,9 +32,9 @@ class Interface:
 
 def _members(protocol: type) -> tuple[str, ...]:
     """Methods that a protocol asks for. What is a property there may be set in a constructor elsewhere."""
-    return tuple(
-        name for name, value in vars(protocol).items() if callable(value) and (name == "__len__" or name[0] != "_")
-    )
+    own = [kind for kind in protocol.__mro__ if getattr(kind, "_is_protocol", False)]
+    named = {name: value for kind in reversed(own) for name, value in vars(kind).items()}
+    return tuple(name for name, value in named.items() if callable(value) and (name == "__len__" or name[0] != "_"))
 
 
 INTERFACES = {

@@ -12,7 +12,7 @@ import msgspec
 
 from distill.teacher_manager.capacity_loop import Demand, draw, run
 from distill.teacher_manager.timeline.break_even import Placement
-from distill.teacher_manager.timeline.case import NS, System, Teacher
+from distill.teacher_manager.timeline.case import NS, System
 from distill.teacher_manager.timeline.metrics import measure
 from distill.teacher_manager.timeline.schedule import Mode
 
@@ -78,18 +78,6 @@ def placement(system: System, item: int, device: int = 0) -> Placement:
         flops_per_s=where.flops_per_s,
         bytes_per_s=system.links[where.link].bytes_per_s,
     )
-
-
-def computing_with_base(system: System) -> System:
-    """A token of an adapter passes through its base too; what a server says of an adapter is its own alone."""
-
-    def whole(teacher: Teacher) -> Teacher:
-        if teacher.base is None:
-            return teacher
-        active = teacher.active_params + system.teachers[teacher.base].active_params
-        return msgspec.structs.replace(teacher, active_params=active)
-
-    return replace(system, teachers=tuple(whole(teacher) for teacher in system.teachers))
 
 
 def swap_s(system: System) -> float:

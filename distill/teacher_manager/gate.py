@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,17 +79,27 @@ class Gate:
     async def check(self, server: TeacherServer, teacher: Teacher, slot: str, *, scores: bool = True) -> None:
         """The weights of a resident object and, where it scores, its canary."""
         held = await server.checksums(teacher.name)
+        self._require(teacher, await asyncio.to_thread(teacher.differences, held), slot, "holds")
+        if scores:
+            (reply,) = await server.score([self.canary(teacher)], SAMPLED)
+            await self.compare(teacher, slot, reply.logprobs)
+
+    async def check_streamed(self, server: TeacherServer, teacher: Teacher, slot: str) -> None:
+        """The weights that a batch was streamed through. The server lists what it read whole: one tensor may be
+        missing, an embedding of which rows were enough."""
+        held = await server.checksums(teacher.name)
         wrong = await asyncio.to_thread(teacher.differences, held)
+        unread = [name for name in wrong if name not in held]
+        self._require(teacher, wrong if len(unread) > 1 else [name for name in wrong if name in held], slot, "streamed")
+
+    def _require(self, teacher: Teacher, wrong: Sequence[str], slot: str, did: str) -> None:
         if wrong:
             raise TeacherError(
-                f"teacher {teacher.name}: {slot} holds {len(wrong)} of {len(teacher.tensors)} tensors with other bytes "
+                f"teacher {teacher.name}: {slot} {did} {len(wrong)} of {len(teacher.tensors)} tensors with other bytes "
                 f"than {teacher.folder}, the first is {wrong[0]}",
                 why="its scores would come from other weights than those of the teacher",
                 fix="check that nothing rewrites the folder during a run; look at the server's log",
             )
-        if scores:
-            (reply,) = await server.score([self.canary(teacher)], SAMPLED)
-            await self.compare(teacher, slot, reply.logprobs)
 
     async def compare(self, teacher: Teacher, slot: str, found: Floats) -> None:
         """The canary's log-probabilities against those of the teacher's first time, which are remembered."""

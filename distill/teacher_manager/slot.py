@@ -7,7 +7,8 @@ COLD or WARM ──▶ LOADING ──▶ VERIFY ──▶ READY ──▶ DRAINI
 WARM: there is a memory tier, and the object was in this slot before. Each object has a state and an epoch of its own.
 Nothing is asked of one that is not READY; its epoch rises whenever its weights may have changed, and a reply that was
 asked for in an older epoch is dropped: a score can only come from weights that the gate has let through. A streamed
-batch has no READY object: it carries the canary with it, and its scores count only if the canary agrees.
+batch has no READY object: it carries the canary with it, and its scores count only if that agrees, and if the bytes
+that were read for it are the files'.
 """
 
 from __future__ import annotations
@@ -155,13 +156,20 @@ class Slot:
     async def stream(
         self, teacher: Teacher, gate: Gate, requests: Sequence[ScoreRequest], spec: SignalSpec, deadline_s: float
     ) -> list[TeacherScores]:
-        """Scores of an object that is not resident, layer by layer. Raises TeacherError when the canary that went with
-        the batch does not agree."""
+        """Scores of an object that is not resident, layer by layer. Raises TeacherError when the weights that were read
+        are not the files', or the canary that went with the batch does not agree."""
+        server = self._ready_server
         await self._make_known(teacher, time.monotonic() + deadline_s)
         asked = [*requests, gate.canary(teacher, spec)]
-        ask = self._ready_server.score(asked, spec, stream=True)
+        ask = server.score(asked, spec, stream=True)
         *found, canary = await self._in_time(ask, deadline_s, "a streamed reply")
-        await gate.compare(teacher, self.name, canary.logprobs)
+        checking = gate.check_streamed(server, teacher, self.name)
+        try:
+            await self._in_time(checking, deadline_s, f"the check of {teacher.name}")
+            await gate.compare(teacher, self.name, canary.logprobs)
+        except TeacherError:
+            self._unknown.add(teacher.name)  # its files may be put back meanwhile
+            raise
         return found
 
     async def generate(

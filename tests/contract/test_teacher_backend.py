@@ -224,6 +224,25 @@ async def test_a_load_of_other_weights_under_the_right_label_is_caught(house: Ho
 
 
 @pytest.mark.faults
+async def test_other_weights_under_the_right_label_are_caught_in_the_first_batch_that_is_streamed(
+    house: House, tmp_path: Path
+) -> None:
+    if not house.shares:
+        pytest.skip("it streams nothing")
+    too_small = Teacher.open("a", house.folders["a"]).bytes - 1
+    async with Backend(house, tmp_path, budget=too_small) as backend:
+        backend.house.check(await backend.manager.score(sample(0, teachers=("a",))))
+        assert backend.manager.figures().streams == 1 and backend.spans.count("swap") == 0
+    other = Backend(house, tmp_path / "other", budget=too_small)
+    other.loads["b"] = house.folders["c"]
+    async with other:
+        with pytest.raises(TeacherError, match=r"teacher b: slot-0 streamed \d+ of \d+ tensors with other bytes"):
+            await other.manager.score(sample(1, teachers=("b",)))
+        assert not (tmp_path / "other" / "canaries.json").exists(), "nothing is remembered of the wrong ones"
+        other.house.check(await other.manager.score(sample(2, teachers=("a",))))
+
+
+@pytest.mark.faults
 async def test_a_checkpoint_cut_short_during_the_run_is_named_with_its_bytes(house: House, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(house.folders["a"], tmp_path / "a"))
     async with Backend(replace(house, folders=house.folders | {"a": folder}, expected={}), tmp_path) as backend:

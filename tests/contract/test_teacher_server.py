@@ -244,6 +244,8 @@ async def test_a_streamed_teacher_scores_as_if_it_were_resident(served: Served, 
         before = (await slot.ledger()).used_bytes
     streamed = await check_scores(served, slot, "chat", stream=True)
     assert (await slot.ledger()).used_bytes == before
+    read, files = await slot.checksums("chat"), tensor_checksums(served.folders["chat"])
+    assert read.items() <= files.items() and len(read) >= len(files) - 1, "an embedding may be read by rows"
     await slot.load("chat")
     np.testing.assert_array_equal(await check_scores(served, slot, "chat"), streamed)
 

@@ -336,7 +336,11 @@ CASES = [
         "slot smaller than a teacher",
         command_line("teacher_manager.slot_gb=1e-7"),
         2,
-        ("teacher_manager.slot_gb is 1e-07 (100 bytes)", "needs 928 bytes", "teacher_manager.slot_gb=9.28e-07 or more"),
+        (
+            "teacher_manager.slot_gb is 1e-07 (100 bytes)",
+            "needs 448 bytes (layer by layer, of 960 in all",
+            "teacher_manager.slot_gb=4.48e-07 or more",
+        ),
     ),
     Case(
         "a regular expression that is none",

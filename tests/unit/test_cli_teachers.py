@@ -20,8 +20,8 @@ from distill.preflight import inspect
 from distill.teacher_manager.timeline.checker import check
 from distill.teacher_manager.timeline.reading import read_case
 from distill.teacher_manager.timeline.schedule import read_schedule
-from tests.builders_config import settings, write_run, write_yaml
-from tests.builders_plan import LAYERS, TEACHER_BYTES, TEACHER_PARAMS, write_layered_run
+from tests.builders_config import settings, weights, write_run, write_yaml
+from tests.builders_plan import LAYERS, ROWS, TEACHER_BYTES, TEACHER_PARAMS, write_layered_run
 
 TRACES = Path(__file__).parents[1] / "golden" / "data" / "scheduling" / "C"
 
@@ -113,7 +113,7 @@ def test_plan_prints_where_each_figure_comes_from(capsys: pytest.CaptureFixture[
     assert "tokens of a sample  12 (assumed: 4 of a prompt, measured, and rollout.max_new_tokens)" in said
     assert "rho = 1.00 (assumed)" in said and "rho <= 0.9992 = 1 - 101 ms / (1 x 120 s)" in said
     assert f"slots               1 of {TEACHER_BYTES:,} bytes (as the largest teacher needs); they hold not all" in said
-    assert "The teachers slow the run: a step takes 183 ms, and 121 ms without waiting for them." in said
+    assert "The teachers slow the run: a step takes 178 ms, and 121 ms without waiting for them." in said
     assert "The cheapest that at least halves the stall: teacher_manager.slot_gb=1.012e-05: twice the bytes" in said
 
 
@@ -145,6 +145,8 @@ def test_plan_says_what_is_wrong(
     words: list[str], says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_run(tmp_path / "flat")
+    tensors = {name.replace("model.layers.0.", ""): each for name, each in weights(ROWS).items()}
+    save_file(tensors, tmp_path / "flat" / "experts" / "math" / "model.safetensors")
     write_layered_run(tmp_path)
     (tmp_path / "prepare.py").touch()
     write_yaml(tmp_path, settings() | {"prepare": {"script": "prepare.py", "output": "made"}}, "unmade.yaml")
@@ -155,7 +157,6 @@ def test_plan_says_what_is_wrong(
 
 def test_plan_knows_adapters_and_the_base_that_they_share(tmp_path: Path) -> None:
     config = load_config(write_layered_run(tmp_path), ["server.device=cpu"]).config
-    preflight = inspect(config)
     for name in config.teachers:
         folder = tmp_path / "adapters" / name
         folder.mkdir(parents=True)
@@ -167,7 +168,8 @@ def test_plan_knows_adapters_and_the_base_that_they_share(tmp_path: Path) -> Non
         name: TeacherConfig(model=tmp_path / "adapters" / name, base=tmp_path / "base") for name in config.teachers
     }
     given = Given(GivenSpeeds(link_bytes=1e5, disk_bytes=1e5, device_flops=1e6))
-    outlook = look_ahead(config.model_copy(update={"teachers": teachers}), preflight, given)
+    config = config.model_copy(update={"teachers": teachers})
+    outlook = look_ahead(config, inspect(config), given)
     base, *adapters = outlook.teachers
     assert (base.kind, base.mode, base.bytes, base.sample_share) == ("base", "BASE", TEACHER_BYTES, 0)
     assert [(each.name, each.kind, each.mode, each.bytes) for each in adapters] == [

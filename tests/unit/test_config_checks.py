@@ -74,7 +74,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "too many slots",
-        {"teacher_manager": {"slots": 3}},
+        {"teacher_manager": {"slots": 3}, "server": {"program": "sglang"}},
         "teacher_manager.slots is 3, and the number of teachers only 2",
     ),
     (
@@ -269,7 +269,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         "{answer.__class__} is not the plain name of a column",
     ),
     ("an unknown sink", {"observe": {"sinks": ["jsonl", "tensorbord"]}}, "did you mean 'tensorboard'"),
-    ("an unknown scheduler", {"teacher_manager": {"scheduler": "anounced"}}, "did you mean 'announced'"),
+    ("an unknown scheduler", {"teacher_manager": {"scheduler": "indx"}}, "did you mean 'index'"),
     ("an unknown grader", {"evaluation": {"grader": "exact"}}, "there is no grader 'exact'"),
     ("an unknown store", {"store": {"name": "memry"}}, "there is no store 'memry'"),
     ("an unknown student", {"student": {"model": "x", "backend": "hff"}}, "there is no student 'hff'"),

@@ -34,7 +34,7 @@ def test_a_run_is_known_before_it_starts(tmp_path: Path) -> None:
     assert (found.vocab_size, found.end_ids, found.models.context_length, found.prompts.longest) == (ROWS, (2,), 32, 4)
     parameters = 2 * ROWS * HIDDEN + HIDDEN
     assert found.models.student.parameters == parameters
-    assert found.models.slot_bytes == parameters * 4
+    assert found.models.slot_bytes == parameters * 4 + 32, "32 bytes of a tensor take 64 in a slot"
     assert found.disk_bytes == 3 * 12 * parameters + 4 * parameters
     assert found.objective.contract.optimises and found.notes == ()
     plan = found.plan
@@ -52,7 +52,9 @@ def test_a_warm_up_that_lasts_as_long_as_the_run_is_a_note(tmp_path: Path, warmu
 
 
 def test_a_smaller_dtype_needs_a_smaller_slot(tmp_path: Path) -> None:
-    assert preflight(tmp_path, server={"dtype": "bfloat16"}).models.slot_bytes == 2 * (2 * ROWS * HIDDEN + HIDDEN)
+    assert preflight(tmp_path, server={"dtype": "bfloat16"}).models.slot_bytes == 2 * 256 + 64, (
+        "each tensor begins at a multiple of 64 bytes"
+    )
 
 
 def test_held_out_prompts_are_limited_and_routed_as_in_training(tmp_path: Path) -> None:
@@ -86,14 +88,18 @@ def test_an_adapter_is_refused_with_what_to_do_and_a_base_that_would_be_ignored_
     adapter = tmp_path / "style"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "trained/on"}')
-    save_file({"a": weights(4)["model.norm.weight"]}, adapter / "adapter_model.safetensors")
+    save_file({"a": np.ones(HIDDEN, np.float32)}, adapter / "adapter_model.safetensors")
     alone = "teachers.math.model=" + str(adapter)
     with pytest.raises(
-        ConfigError, match=r"teachers\.math: \S+ is a LoRA adapter over trained/on[\s\S]*merge_and_unload"
+        ConfigError, match=r"LoRA adapter over trained/on, which is no folder here[\s\S]*in teachers\.math\.base"
     ):
         inspect(load_config(path, [alone]).config)
-    with pytest.raises(ConfigError, match=rf"LoRA adapter over {tmp_path / 'base'}[\s\S]*remove teachers\.math\.base"):
-        inspect(load_config(path, [alone, f"teachers.math.base={tmp_path / 'base'}"]).config)
+    based = [alone, f"teachers.math.base={tmp_path / 'base'}"]
+    attached = ["server=attach", "server.rollout_urls=[http://a:1]", "server.teacher_urls=[http://b:1]"]
+    with pytest.raises(ConfigError, match=r"over trained/on, which a server of attach[\s\S]*merge_and_unload"):
+        inspect(load_config(path, [*based, *attached]).config)
+    found = inspect(load_config(path, based).config).models.teachers["math"]
+    assert (found.base, found.folder, found.slot_bytes) == (tmp_path / "base", adapter, 960 + 64)
     with pytest.raises(ConfigError, match=r"teachers\.code\.base: .* would be ignored: .* is a whole model"):
         inspect(load_config(path, [f"teachers.code.base={tmp_path / 'base'}"]).config)
 

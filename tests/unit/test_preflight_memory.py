@@ -41,7 +41,7 @@ def teachers(folder: Path) -> dict[str, TeacherFolder]:
 def test_a_teacher_needs_all_its_weights_or_where_they_do_not_fit_what_streaming_takes(tmp_path: Path) -> None:
     found = teachers(tmp_path)
     small, big = (found[name].slot_bytes for name in ("small", "big"))
-    assert (small, big) == (PARAMETERS * 4, (2 * 48 * 8 + 8) * 4)
+    assert (small, big) == (PARAMETERS * 4 + 32, (2 * 48 * 8 + 8) * 4 + 32), "32 bytes of a tensor take 64"
     assert needs(found, big) == {"small": Need(small, False), "big": Need(big, False)}
     assert needs(found, small, {"big": 500}) == {"small": Need(small, False), "big": Need(500, True)}
     assert slot_budget(config(), found) == big

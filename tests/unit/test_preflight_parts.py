@@ -60,8 +60,8 @@ def test_parts_of_the_users_own_that_fit_are_accepted() -> None:
 
 
 WRONG = [
-    ({"teacher_manager": {"scheduler": "json:loads"}}, "teacher_manager.scheduler: json:loads is no scheduler"),
-    ({"teacher_manager": {"scheduler": f"{HERE}:Nothing"}}, "is no scheduler: it has no announce, withdraw"),
+    ({"teacher_manager": {"scheduler": "json:dump"}}, "teacher_manager.scheduler: json:dump is no scheduler"),
+    ({"teacher_manager": {"scheduler": f"{HERE}:Nothing"}}, "is no scheduler: it has no decide, retime"),
     ({"evaluation": {"grader": "json:loads"}}, "cannot be called with (text, answer, finished)"),
     ({"evaluation": {"grader": f"{HERE}:NUMBER"}}, "is neither a class nor a function, but int"),
     ({"observe": {"sinks": ["jsonl", "json:loads"]}}, "observe.sinks.1: json:loads is no sink"),

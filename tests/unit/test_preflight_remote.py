@@ -63,7 +63,7 @@ def test_a_key_is_not_taken_for_the_name_of_its_variable(tmp_path: Path) -> None
 def test_a_teacher_elsewhere_takes_no_slot() -> None:
     assert checked(AWAY, teacher_manager={"slots": 1}).teachers["math"].concurrency == 8
     with pytest.raises(ConfigError, match="slots is 2, and the number of teachers only 1"):
-        checked(AWAY, teacher_manager={"slots": 2})
+        checked(AWAY, teacher_manager={"slots": 2}, server={"program": "sglang"})
     assert checked(AWAY, AWAY).teacher_manager.slots == 1
 
 

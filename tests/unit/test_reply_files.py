@@ -18,7 +18,7 @@ import pytest
 from distill.errors import ServerError
 from distill.serving import reply_files
 from distill.serving.client import ServerClient
-from distill.serving.embedded import app
+from distill.serving.embedded import generate
 from distill.serving.reply_files import LEAST_BYTES, LostReplyError, ReplyFile, ReplyFolder, write_reply
 from distill.types import ScoreRequest, Signal, SignalSpec, TeacherScores
 from tests.builders_embedded import VOCAB, Server, prompt, running_server, save_model
@@ -52,7 +52,7 @@ class Posts:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.offered: list[bool] = []
         self.in_file: list[bool] = []
-        exchange = ServerClient._exchange
+        exchange = ServerClient.exchange
 
         async def watched(client: ServerClient, *args: Any, **more: Any) -> Any:
             reply = await exchange(client, *args, **more)
@@ -61,7 +61,7 @@ class Posts:
                 self.in_file.append(reply_files.HEADER in reply.headers)
             return reply
 
-        monkeypatch.setattr(ServerClient, "_exchange", watched)
+        monkeypatch.setattr(ServerClient, "exchange", watched)
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ async def test_a_large_reply_comes_through_shared_memory_and_a_small_one_through
 async def test_a_file_that_is_not_what_the_server_wrote_costs_one_call_through_http(
     server: Server, posts: Posts, monkeypatch: pytest.MonkeyPatch, how: Any
 ) -> None:
-    monkeypatch.setattr(app.reply_files, "write_reply", spoiling(how))
+    monkeypatch.setattr(generate.reply_files, "write_reply", spoiling(how))
     client = ServerClient(f"http://127.0.0.1:{server.port}")
     try:
         found = await full(client)
@@ -139,7 +139,7 @@ async def test_a_file_that_is_not_what_the_server_wrote_costs_one_call_through_h
 async def test_a_server_that_does_not_see_the_file_is_offered_none_again(
     server: Server, posts: Posts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app.reply_files, "write_reply", lambda header, body: write_reply("/dev/shm/elsewhere 00", body))
+    monkeypatch.setattr(generate.reply_files, "write_reply", lambda header, body: write_reply("/dev/shm/elsewhere 00", body))
     client = ServerClient(f"http://127.0.0.1:{server.port}")
     try:
         for requests in (1, REQUESTS, REQUESTS):

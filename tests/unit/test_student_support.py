@@ -59,10 +59,10 @@ class Remembering(FakeServer):
 
         class Client(FakeClient):
             async def score(
-                self, requests: Sequence[ScoreRequest], spec: SignalSpec, teacher: str, expected_version: str
+                self, requests: Sequence[ScoreRequest], spec: SignalSpec, *, stream: bool = False
             ) -> list[TeacherScores]:
                 server.asked += [(request, spec) for request in requests]
-                return await super().score(requests, spec, teacher, expected_version)
+                return await super().score(requests, spec, stream=stream)
 
         return Client(self, address.incarnation)
 
@@ -70,6 +70,7 @@ class Remembering(FakeServer):
 async def test_teachers_are_asked_about_the_samples_ids_and_canaries_are_not(tmp_path: Path) -> None:
     server = Remembering()
     rig = Rig(tmp_path, open_teachers(tmp_path, "a", "b"), [server], spec=STUDENT)
+    await rig.manager.start()
     one = replace(sample(0, length=5, teachers=("a", "b")), topk_ids=np.arange(10, dtype=np.int32).reshape(5, 2))
     await rig.manager.score(one)
     await rig.manager.close()
@@ -85,6 +86,7 @@ async def test_a_sample_without_the_ids_is_refused_by_name_before_a_teacher_is_a
 ) -> None:
     server = Remembering()
     rig = Rig(tmp_path, open_teachers(tmp_path, "a"), [server], spec=STUDENT)
+    await rig.manager.start()
     one = replace(sample(3, length=5, teachers=("a",)), topk_ids=topk_ids)
     with pytest.raises(
         TeacherError, match=rf"{one.id}: needs the student's most probable tokens, of shape \(5, 2\)"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 
 from distill.errors import ServerError, TeacherError
-from distill.protocols import Loaded
+from distill.protocols import Loaded, TeacherServer
 from distill.teacher_manager import Catalogue, Teacher
 from distill.teacher_manager.gate import CANARY_RESPONSE, CanaryStore, Gate, canary_ids
 from distill.teacher_manager.slot import Slot, Stage
@@ -242,3 +243,35 @@ async def test_the_label_of_weights_says_when_their_files_were_written(tmp_path:
     assert again.version == first.version != other.version
     write_tensors(first.folder, seed=5)
     assert Teacher.open("math", first.folder).version != first.version
+
+
+async def test_a_stream_of_other_weights_than_the_files_is_refused_before_it_leaves_a_canary(tmp_path: Path) -> None:
+    teacher, other = open_teachers(tmp_path, "a", "b")
+    server = FakeServer(holds_one=False)
+    slot, checks = await opened(server, teacher), gate(tmp_path)
+    request = ScoreRequest("s", IDS, 2, teacher="a")
+    server.streams_folder = other.folder
+    with pytest.raises(TeacherError, match=r"teacher a: slot-0 streamed 2 of 2 tensors with other bytes"):
+        await slot.stream(teacher, checks, [request], SAMPLED, 5)
+    assert CanaryStore(tmp_path / "canaries.json").get(teacher.digest) is None
+    server.streams_folder = None
+    (found,) = await slot.stream(teacher, checks, [request], SAMPLED, 5)
+    assert np.array_equal(found.logprobs, true_scores(teacher.folder, IDS[-2:]))
+
+
+@pytest.mark.parametrize(("missing", "wrong"), [((), ()), (("table",), ()), (("table", "bias"), ("2 of 2",))])
+async def test_one_tensor_of_a_stream_may_have_been_read_by_rows(
+    tmp_path: Path, missing: tuple[str, ...], wrong: tuple[str, ...]
+) -> None:
+    (teacher,) = open_teachers(tmp_path, "a")
+
+    class Listing:
+        async def checksums(self, name: str) -> dict[str, str]:
+            return {key: digest for key, digest in teacher.checksums.items() if key not in missing}
+
+    checking = gate(tmp_path).check_streamed(cast(TeacherServer, Listing()), teacher, "slot-0")
+    if not wrong:
+        await checking
+    else:
+        with pytest.raises(TeacherError, match=f"slot-0 streamed {wrong[0]} tensors"):
+            await checking

@@ -228,6 +228,7 @@ async def test_a_manager_asks_each_teacher_in_its_own_tokens_and_checks_it_over_
     other = Teacher.open("t", write_teacher(tmp_path / "t", size, 14), vocab_size=size)
     server = FakeServer()
     rig = Rig(tmp_path, [own, other], [server], translations={"t": translation()})
+    await rig.manager.start()
     item = sample("ab", "cd", "Ġa", "b", "</s>", teachers={"t": 1.0, "same": 0.5})
     result = await rig.manager.score(item)
     table = load_file(tmp_path / "t" / "model.safetensors")["table"].astype(np.float64)
@@ -248,6 +249,7 @@ async def test_a_sample_that_cannot_be_translated_opens_the_barrier_for_the_othe
     size = len(FALLBACK) + 1
     other = Teacher.open("t", write_teacher(tmp_path / "t", size, 14), vocab_size=size)
     rig = Rig(tmp_path, [other], [FakeServer()], barrier=True, translations={"t": translation()})
+    await rig.manager.start()
     bad, good = sample("ab", prompt_ids=np.array([5], np.int32)), sample("cd", id="g", ordinal=1)
     for item in (bad, good):
         rig.manager.announce(item.id, ["t"], 3)

@@ -182,7 +182,12 @@ class Slot:
         return resident if base is None else self.residents[base]
 
     async def checksums(self, name: str) -> dict[str, str]:
-        """Tensor name -> xxh3-64 of the bytes on the device, between two steps of its engine."""
+        """Tensor name -> xxh3-64 of the bytes on the device, between two steps of its engine. Of an object that is not
+        resident: of the bytes that were read when it was last copied or streamed, as far as whole tensors were. Raises
+        Refusal (409) where it was neither."""
+        thing = self.known(name)
+        if name not in self.residents and thing.digests:
+            return dict(thing.digests)
         resident = self.resident(name)
 
         def digests() -> dict[str, str]:
