@@ -76,9 +76,11 @@ class Calls:
         try:
             await self._run(slot, item, call, stream=stream)
         except TeacherError as error:
-            at_fault = next((work for work in call if work.sample == error.sample_id), None)
+            asked = {work.score.id: work for work in call if work.score is not None}
+            at_fault = asked.get(error.sample_id)
             if at_fault is None:
                 raise
+            error.sample_id, error.teacher = at_fault.sample, at_fault.teacher
             for work in call:
                 work.alone = True
             if at_fault.doubted:

@@ -240,8 +240,10 @@ class TeacherManager:
         item = self._catalogue.item_of.get(teacher, ELSEWHERE)
         if item == ELSEWHERE:
             return request
-        temperature = self._catalogue.teachers[teacher].temperature
-        return replace(request, teacher=self._catalogue.items[item].files.name, temperature=temperature)
+        served, temperature = self._catalogue.items[item], self._catalogue.teachers[teacher].temperature
+        # several teachers of one sample may be one object: their requests share a call, and need names of their own
+        name = f"{request.id} ({teacher})" if len(served.teachers) > 1 else request.id
+        return replace(request, id=name, teacher=served.files.name, temperature=temperature)
 
     def _submit(
         self,

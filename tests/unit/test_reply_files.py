@@ -139,7 +139,8 @@ async def test_a_file_that_is_not_what_the_server_wrote_costs_one_call_through_h
 async def test_a_server_that_does_not_see_the_file_is_offered_none_again(
     server: Server, posts: Posts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generate.reply_files, "write_reply", lambda header, body: write_reply("/dev/shm/elsewhere 00", body))
+    elsewhere = "/dev/shm/elsewhere 00"
+    monkeypatch.setattr(generate.reply_files, "write_reply", lambda header, body: write_reply(elsewhere, body))
     client = ServerClient(f"http://127.0.0.1:{server.port}")
     try:
         for requests in (1, REQUESTS, REQUESTS):

@@ -190,7 +190,7 @@ async def test_a_teacher_elsewhere_is_neither_looked_up_nor_kept(tmp_path: Path)
 
 async def test_a_cache_that_keeps_samples_waiting_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Hangs(ScoreCache):
-        async def put(self, *_: object) -> None:
+        async def put(self, key: ScoreKey, request: ScoreRequest, scores: TeacherScores) -> None:
             await asyncio.Event().wait()
 
     monkeypatch.setattr("distill.teacher_manager.reuse._LONGEST_S", 0.01)

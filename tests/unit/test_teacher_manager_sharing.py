@@ -73,8 +73,19 @@ async def test_two_names_for_one_folder_share_an_object_and_each_gets_scores_of_
         for scores in found.scores:
             assert np.array_equal(scores.logprobs, true_scores(first.folder, found.sample.response_ids))
         assert server.loads == ["a"]
+        assert server.score_calls == [["sample-00000000 (alias)", "sample-00000000 (a)"]], "one call, two names"
         tokens = rig.manager.token_counts()
         assert tokens["a"] == tokens["alias"] > 0
+
+
+async def test_a_refused_sample_is_named_by_its_own_id_and_teacher_where_two_share_an_object(tmp_path: Path) -> None:
+    (first,) = open_teachers(tmp_path, "a")
+    server = FakeServer()
+    async with Rig(tmp_path, [first, Teacher.open("alias", first.folder)], [server]) as rig:
+        server.nonsense = {"sample-00000000 (alias)": 99}
+        with pytest.raises(TeacherError) as caught:
+            await rig.manager.score(sample(0, teachers=("a", "alias")))
+        assert (caught.value.sample_id, caught.value.teacher) == ("sample-00000000", "alias")
 
 
 def test_an_adapter_stands_on_its_base_and_a_base_that_is_a_teacher_is_one_object(tmp_path: Path) -> None:
