@@ -29,7 +29,7 @@ from benchmarks.teachers_sharing import make_trace, measure, predict
 from benchmarks.teachers_swaps import Speed, checked_swaps, choices, open_client, speed, swaps, visits
 
 TIERS = ("host", "page cache", "disk")
-SHARES = (0.25, 0.5, 1.0, 2.0)
+SHARES = (0.5, 1.0, 2.0)
 """Tokens a visit, as shares of the break-even."""
 ROOM = 2.2
 """Teachers that the shared slot holds: two, and the layer buffers of a stream."""
@@ -62,7 +62,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=128, help="tokens of a sample")
     parser.add_argument("--visit", type=int, default=1024, help="tokens a visit, where the link is not slowed down")
     parser.add_argument("--break-even", type=int, default=512, help="B* that the emulated link gives, in tokens")
-    parser.add_argument("--copies", type=int, default=6, help="work of a teacher in a trace, in B* tokens")
+    parser.add_argument("--copies", type=int, default=12, help="work of a teacher in a trace, in B* tokens")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scratch", type=Path, default=None, help="where the teachers are written, on a disk")
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmarks"))
@@ -88,26 +88,25 @@ async def run(house: House, args: argparse.Namespace) -> dict[str, Any]:
     for tier in TIERS:
         turns.start(f"swaps from {tier}")
         found["swaps"][tier] = await swaps(house, tier, args.repeats)
-    found["visits"], first = await at_full_speed(house, args, turns)
+    found["visits"] = await at_full_speed(house, args, turns)
     found["baselines"] = baselines(house, args, turns)
-    found |= await on_a_slow_link(house, args, first, turns)
+    found |= await on_a_slow_link(house, args, turns)
     return found
 
 
-async def at_full_speed(house: House, args: argparse.Namespace, turns: Turns) -> tuple[dict[str, Any], Speed]:
-    """Visits by teachers that are resident, swapped and streamed, and the speed of scoring."""
+async def at_full_speed(house: House, args: argparse.Namespace, turns: Turns) -> dict[str, Any]:
+    """Visits by teachers that are resident, swapped and streamed, and swaps as a run does them."""
     turns.start("visits, all resident, swapped and streamed")
     found: dict[str, Any] = {}
     with serve(house, room=args.teachers + 0.2) as served:
         client = await open_client(served)
         try:
-            first = await speed(client, house, args.length, 2 * args.repeats + 1)
             for how in ("resident", "swapped", "streamed"):
                 found[how] = await visits(client, house, how, args.visit, args.length, args.repeats)
         finally:
             await client.close()
         found["checked swap"] = await checked_swaps(served, house.root / "canaries.json", args.repeats)
-    return found, first
+    return found
 
 
 def baselines(house: House, args: argparse.Namespace, turns: Turns) -> dict[str, Any]:
@@ -128,39 +127,42 @@ def baselines(house: House, args: argparse.Namespace, turns: Turns) -> dict[str,
     return found
 
 
-async def on_a_slow_link(house: House, args: argparse.Namespace, first: Speed, turns: Turns) -> dict[str, Any]:
+async def on_a_slow_link(house: House, args: argparse.Namespace, turns: Turns) -> dict[str, Any]:
     """Swap or stream on an emulated link, and traces through the manager, measured and simulated."""
     costs = house.costs
-    link = costs.bytes * first.flops_per_s / (2 * args.break_even * costs.active_params)
-    points = [round(share * args.break_even) for share in SHARES]
-    found: dict[str, Any] = {"link_bytes_per_s": link, "break_even_tokens": args.break_even, "traces": []}
-    found["speed"] = asdict(first)
-    with (
-        serve(house, room=ROOM, link_bytes_per_s=link, name="shared") as shared,
-        serve(house, room=args.teachers + 0.2, name="wide") as wide,
-    ):
+    with serve(house, room=args.teachers + 0.2, name="wide") as wide:
         turns.start("swapped or streamed on the slow link")
-        client = await open_client(shared)
-        try:
-            found["choices"] = await choices(client, house, points, args.length, 2 * args.repeats + 1)
-        finally:
-            await client.close()
-        found["checked_copy_s"] = await checked_swaps(shared, house.root / "canaries.json", 1)
-        for _ in range(args.repeats):
-            turns.start("traces through the manager")
-            found["traces"] += await traces(house, args, shared, wide, median(found["checked_copy_s"]))
+        first = await speed_of(wide, args)
+        link = costs.bytes * first.flops_per_s / (2 * args.break_even * costs.active_params)
+        found: dict[str, Any] = {"link_bytes_per_s": link, "traces": []}
+        with serve(house, room=ROOM, link_bytes_per_s=link, name="shared") as shared:
+            found["speed"] = asdict(await speed_of(shared, args))
+            client = await open_client(shared)
+            try:
+                points = [round(share * args.break_even) for share in (0.25, *SHARES)]
+                found["choices"] = await choices(client, house, points, args.length, 2 * args.repeats + 1)
+            finally:
+                await client.close()
+            found["checked_copy_s"] = await checked_swaps(shared, house.root / "canaries.json", 1)
+            for _ in range(args.repeats):
+                turns.start("traces through the manager")
+                found["traces"] += await traces(house, args, shared, wide, median(found["checked_copy_s"]))
     return found
+
+
+async def speed_of(served: Served, args: argparse.Namespace) -> Speed:
+    client = await open_client(served)
+    try:
+        return await speed(client, served.house, args.length, 2 * args.repeats + 3)
+    finally:
+        await client.close()
 
 
 async def traces(
     house: House, args: argparse.Namespace, shared: Served, wide: Served, load_s: float
 ) -> list[dict[str, Any]]:
     """One trace for each number of tokens a visit: in the room of two, and with all resident."""
-    client = await open_client(shared)
-    try:
-        now = await speed(client, house, args.length, 5)
-    finally:
-        await client.close()
+    now = await speed_of(shared, args)
     link, canaries = house.costs.bytes / load_s, house.root / "canaries.json"
     rows: list[dict[str, Any]] = []
     for share in SHARES:
@@ -170,9 +172,10 @@ async def traces(
         predicted, bound_s = predict(
             house, trace, now, link_bytes_per_s=link, budget_bytes=shared.budget_bytes, loads=outcome.loads
         )
+        share = visit / (now.flops_per_s * load_s / (2 * house.costs.active_params))  # with the speed of now
         row = {"visit": visit, "share": share, "tokens": trace.tokens, "speed": asdict(now), "bound_s": bound_s}
         row |= {"measured": asdict(outcome), "simulated": asdict(predicted)}
-        if share >= 1:
+        if visit >= args.break_even:
             row["resident"] = asdict(await measure(wide, trace, now, 1e10, canaries))
         rows.append(row)
     return rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,10 +104,14 @@ class Served:
             TeacherManagerConfig(timeout_s=TIMEOUT_S, call_tokens=CALL_TOKENS, deadline_s=3600),
             vocab_size=self.house.shape.vocab,
             canaries=CanaryStore(canaries),
-            on_span=lambda *_: None,
-            on_event=lambda *_: None,
+            on_span=_ignore,
+            on_event=_ignore,
             rates=rates,
         )
+
+
+def _ignore(*_: Any) -> None:
+    """Takes what a run would write down."""
 
 
 def build_house(root: Path, count: int, shape: Shape) -> House:
@@ -149,7 +153,7 @@ def serve(
     host_tier: bool = True,
     link_bytes_per_s: float | None = None,
     name: str = "teachers",
-) -> Iterator[Served]:
+) -> Generator[Served]:
     """A teacher server of one thread, with room for so many teachers. `link_bytes_per_s`: its emulated link."""
     memory = Path("/dev/shm")
     tier = Path(tempfile.mkdtemp(prefix="teachers-tier-", dir=memory if memory.is_dir() else house.root))

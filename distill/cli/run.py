@@ -29,6 +29,9 @@ Teach one student what several teachers know, on the answers that the student wr
 
   distill-run doctor [teachers.yaml]           what this machine has, and whether the run would start
   distill-run schema                           every key with its default and meaning, as JSON schema for editors
+  distill-run teachers plan teachers.yaml      what it will cost that teachers share slots, and what would halve it
+  distill-run teachers score teachers.yaml --input answers.jsonl --output scores.parquet
+                                               what the teachers say of a file of finished answers
   distill-run teachers sim trace.json          teachers that share devices, on a virtual clock; see teachers --help"""
 _EPILOG = (
     "exit codes: 0 done, 2 configuration, 3 this machine, 4 a teacher or a server, 1 a bug of ours, "

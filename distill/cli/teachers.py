@@ -48,6 +48,12 @@ def _plan(argv: Sequence[str]) -> int:
     return plan(argv)
 
 
+def _score(argv: Sequence[str]) -> int:
+    from distill.cli.teachers_score import score  # as for plan
+
+    return score(argv)
+
+
 def _sim(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="distill-run teachers sim",
@@ -65,6 +71,7 @@ def _sim(argv: Sequence[str]) -> int:
 
 _COMMANDS: Mapping[str, _Command] = {
     "plan": _Command("what sharing slots will cost a run", _plan),
+    "score": _Command("score a file of finished answers", _score),
     "sim": _Command("schedule a trace on a virtual clock", _sim),
 }
 

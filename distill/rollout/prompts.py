@@ -65,7 +65,7 @@ def read_rows(
     nothing else gives one. Raises ConfigError, which names the file and the line.
     """
     router = router or Router(RoutingConfig(), teachers)
-    rows = [_row(source, line, values, router, routes or {}, columns) for line, values in _records(source.path)]
+    rows = [prompt_row(source, line, values, router, routes or {}, columns) for line, values in records(source.path)]
     if not rows:
         raise ConfigError(
             f"{source.path} holds no prompt",
@@ -75,7 +75,7 @@ def read_rows(
     return rows
 
 
-def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if path.exists() and not path.is_file():
         kind = "a folder" if path.is_dir() else "a pipe, a socket or a device"
         raise ConfigError(f"{path} is {kind}", why="data are read more than once", fix="give a file")
@@ -135,7 +135,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise ConfigError(f"{path} is not a whole Parquet file: {error}") from error
 
 
-def _row(
+def prompt_row(
     source: DataConfig, line: int, values: dict[str, Any], router: Router, routes: Routes, columns: Collection[str]
 ) -> PromptRow:
     place = f"{source.path}:{line}"

@@ -15,9 +15,7 @@ from distill.errors import ConfigError
 from distill.preflight import Preflight
 from distill.preflight.data import context_columns
 from distill.registry import did_you_mean
-from distill.rollout.prompts import PromptRow, encode
-from distill.rollout.prompts import _records as records  # pyright: ignore[reportPrivateUsage]
-from distill.rollout.prompts import _row as prompt_row  # pyright: ignore[reportPrivateUsage]
+from distill.rollout.prompts import PromptRow, encode, prompt_row, records
 from distill.rollout.routing import Router
 from distill.score_files.job import ScoreJob
 from distill.types import Ids, Sample, sample_id
@@ -99,8 +97,8 @@ class AnswerFile:
         room, tokens = self._checked.models.context_length, len(prompt_ids) + len(response_ids)
         if tokens > room:
             raise ConfigError(
-                f"{row.place}: prompt and response have {len(prompt_ids)} and {len(response_ids)} tokens, more than the "
-                f"context of {room} ({self._checked.models.tightest})",
+                f"{row.place}: prompt and response have {len(prompt_ids)} and {len(response_ids)} tokens, more than "
+                f"the context of {room} ({self._checked.models.tightest})",
                 why="nothing is cut silently",
                 fix="shorten or remove the row",
             )
@@ -134,7 +132,11 @@ class AnswerFile:
         if wrong != 0 or not ids:
             raise ConfigError(
                 f"{row.place}: "
-                + (f"the response has the id {wrong}" if ids else "the student's tokenizer makes no token of the response"),
+                + (
+                    f"the response has the id {wrong}"
+                    if ids
+                    else "the student's tokenizer makes no token of the response"
+                ),
                 why=f"ids of the student's tokenizer are below {size}",
                 fix="use ids of that tokenizer, or give the text" if ids else "remove the row",
             )
