@@ -92,7 +92,7 @@ class Slot:
         return self._object(name).epoch
 
     async def open(self, sources: Sequence[WeightSource], deadline_s: float) -> list[WeightCosts]:
-        """Reach the server, make all objects known to it, and have it give up whatever it still holds: it is empty
+        """Reach the server, have it give up whatever it still holds, and make all objects known to it: it is empty
         afterwards. The costs of the objects, in their order. Raises ServerError when that does not succeed in time, and
         the first time TeacherError or ConfigError for an object whose files are broken; later such an object is a
         matter of whoever needs it."""
@@ -101,15 +101,13 @@ class Slot:
         server = await self._connected(deadline)
         self._sources = {source.name: source for source in sources}
         self._unknown = set(self._sources)
-        for source in sources:
+        await self._empty(server, deadline)
+        for source in sources:  # what is resident cannot become known with other weights
             try:
                 await self._register(source.name, deadline)
             except TeacherError:
                 if source.name not in self._costs:
                     raise
-        ledger = await self._in_time(server.ledger(), deadline - time.monotonic(), "its ledger")
-        for name in sorted(ledger.residents, key=[source.name for source in sources][::-1].index):  # adapters first
-            await self._in_time(server.release(name), deadline - time.monotonic(), f"{name} to be released")
         return [self._costs[source.name] for source in sources]
 
     async def bring(self, teacher: Teacher, gate: Gate, deadline_s: float, *, scores: bool = True) -> Loaded:
@@ -222,6 +220,18 @@ class Slot:
             raise ServerError(f"{self.name}: {teacher.name} was given up while it was being loaded")
         held.stage = Stage.READY
         return loaded
+
+    async def _empty(self, server: TeacherServer, deadline: float) -> None:
+        """Whoever loaded what is there. A base is given up only after its adapters: those go first, or in a second
+        round."""
+        for last in (False, True):
+            ledger = await self._in_time(server.ledger(), deadline - time.monotonic(), "its ledger")
+            for name in ledger.residents:
+                try:
+                    await self._in_time(server.release(name), deadline - time.monotonic(), f"{name} to be released")
+                except ServerError:
+                    if last:
+                        raise
 
     async def _make_known(self, teacher: Teacher, deadline: float) -> None:
         """The files are those of the run's start, and the server knows of them. Raises TeacherError."""
