@@ -335,3 +335,16 @@ def test_all_findings_are_told_at_once_with_their_places() -> None:
         check(broken, where=lambda key: f"[{key[0]}]")
     text = str(caught.value)
     assert text.startswith("3 things") and "[trainer]: " in text and "[store]: " in text and "[observe]: " in text
+
+
+@pytest.mark.parametrize(
+    ("manager", "says"),
+    [
+        ({"cache_folder": "scores"}, "teacher_manager.cache_folder"),
+        ({"cache_disk_gb": 1.0, "cache_mb": 0.0}, "teacher_manager.cache_disk_gb is 1, but teacher_manager.cache_mb is 0"),
+    ],
+)
+def test_a_cache_that_could_hold_nothing_is_refused(manager: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(config(teacher_manager=manager))
+    assert says in str(caught.value)
