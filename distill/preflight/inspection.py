@@ -15,7 +15,7 @@ from distill.preflight.folder import ModelFolder, existing_folder, inspect_folde
 from distill.preflight.foreign import check_alignment
 from distill.preflight.full_rows import FullRows, choose_full_rows
 from distill.preflight.lora import check_targets
-from distill.preflight.memory import Holding, check_host, holdings, slot_budget
+from distill.preflight.memory import Holding, check_host, holdings, round_up, slot_budget
 from distill.preflight.parts import check_parts
 from distill.preflight.programs import check_loss_kernel, check_programs
 from distill.preflight.readers import make_readers
@@ -127,6 +127,7 @@ def inspect(config: RunConfig) -> Preflight:
     note = check_loss_kernel(config, objective)
     notes += [note] if note else []
     translations = make_readers(config, models, vocabularies, prompts)
+    check_writers(config, models)
     check_memory(config, models)
     needed = machine.check_disk(config, models.student.parameters)
     machine.check_ports(config)
@@ -260,6 +261,21 @@ def inspect_objective(config: RunConfig, vocabularies: Vocabularies) -> Objectiv
             + (f"; or compare the whole vocabulary: remove {' and '.join(topk)}" if topk else ""),
         )
     return objective
+
+
+def check_writers(config: RunConfig, models: Models) -> None:
+    """Raises ConfigError for a teacher that is to write for an evaluation, and can only be streamed."""
+    if not config.evaluation.data or not (config.evaluation.teachers or config.evaluation.kl):
+        return
+    for name, teacher in models.teachers.items():
+        if teacher.slot_bytes > models.slot_bytes:
+            raise ConfigError(
+                f"teachers.{name} has {teacher.slot_bytes} bytes of weights, and a slot holds {models.slot_bytes}: it "
+                "is streamed layer by layer, and cannot write answers for an evaluation",
+                why="writing goes token by token, and would read all weights for each of them",
+                fix=f"set teacher_manager.slot_gb={round_up(teacher.slot_bytes / 1e9):g} or more, or "
+                "evaluation.teachers=false and evaluation.kl=false",
+            )
 
 
 def check_memory(config: RunConfig, models: Models) -> int:

@@ -180,6 +180,7 @@ class TeacherManager:
         """Have one teacher write, when it has its turn. Raises TeacherError when it cannot."""
         if not requests:
             return []
+        self._require_home(teacher)
         translation = self._translations.get(teacher)
         if translation is not None:
             requests = [translation.prompt(request) for request in requests]
@@ -234,6 +235,21 @@ class TeacherManager:
             await slot.close()
 
     # Works.
+
+    def _require_home(self, teacher: str) -> None:
+        """Who writes has to be resident. Raises TeacherError for a teacher that no slot has room for."""
+        item = self._catalogue.item_of.get(teacher, ELSEWHERE)
+        if self._driver is None or item == ELSEWHERE:
+            return
+        system = self._driver.fleet.system
+        if any(system.fits(item, device.id) for device in system.devices):
+            return
+        wanted, room = self._costs[item].bytes, max(slot.budget_bytes for slot in self._slots)
+        raise TeacherError(
+            f"teacher {teacher} cannot write: it has {wanted} bytes of weights, and slots hold {room}",
+            why="a teacher that is streamed layer by layer scores whole answers, and writes none",
+            fix="raise teacher_manager.slot_gb, or set evaluation.teachers=false and evaluation.kl=false",
+        )
 
     def _addressed(self, teacher: str, request: ScoreRequest) -> ScoreRequest:
         """To the object that the teacher is served from; one elsewhere knows itself."""

@@ -341,7 +341,10 @@ def test_all_findings_are_told_at_once_with_their_places() -> None:
     ("manager", "says"),
     [
         ({"cache_folder": "scores"}, "teacher_manager.cache_folder"),
-        ({"cache_disk_gb": 1.0, "cache_mb": 0.0}, "teacher_manager.cache_disk_gb is 1, but teacher_manager.cache_mb is 0"),
+        (
+            {"cache_disk_gb": 1.0, "cache_mb": 0.0},
+            "teacher_manager.cache_disk_gb is 1, but teacher_manager.cache_mb is 0",
+        ),
     ],
 )
 def test_a_cache_that_could_hold_nothing_is_refused(manager: dict[str, Any], says: str) -> None:

@@ -304,3 +304,12 @@ def test_little_work_is_no_reason_to_stream() -> None:
     of = system(budget=4)
     found = first_decisions([Arrived(0, job(0, 0, 3, tokens=1))], of)
     assert Copy in [type(each) for each in found] and Stream not in [type(each) for each in found]
+
+
+def test_adapters_leave_before_the_base_that_they_stand_on() -> None:
+    """Room for base and one adapter, or for the other teacher."""
+    stacked = [teacher(0, 4, Kind.BASE), teacher(1, 1, Kind.LORA, base=0), fixed(2, 5)]
+    of = system(stacked, budget=6)
+    jobs = [job(0, 1, 0, tokens=4), job(1, 2, 20, tokens=4)]
+    evicted = [each.item for each in simulate(case(jobs, of), IndexPolicy(of, Settings.for_runs(0))).evictions]
+    assert evicted == [1, 0]

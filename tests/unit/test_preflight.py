@@ -356,3 +356,14 @@ def test_an_interrupted_script_counts_as_not_run(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFault):
         prepare(config)
     assert config.output.is_dir() and not is_prepared(config)
+
+
+def test_a_teacher_that_can_only_be_streamed_is_not_asked_to_write(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    write_jsonl(tmp_path / "held_out.jsonl", [{"prompt": "ab=", "answer": "b", "domain": "math", "teacher": "math"}])
+    small = ["teacher_manager.slot_gb=9e-7", f"evaluation.data=[{{path: {tmp_path}/held_out.jsonl}}]"]
+    with pytest.raises(ConfigError, match=r"has 960 bytes of weights, and a slot holds 900: .* cannot write") as caught:
+        inspect(load_config(path, small).config)
+    assert "evaluation.teachers=false" in caught.value.fix
+    found = inspect(load_config(path, [*small, "evaluation.teachers=false"]).config)
+    assert found.models.slot_bytes == 900

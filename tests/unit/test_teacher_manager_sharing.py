@@ -13,6 +13,7 @@ from distill.errors import TeacherError
 from distill.protocols import WeightCosts
 from distill.teacher_manager import CPU, Catalogue, Teacher
 from distill.teacher_manager.timeline.case import Kind
+from distill.types import GenerateRequest
 from tests.builders import sample
 from tests.builders_teachers import FakeServer, Rig, open_teachers, true_scores
 
@@ -117,6 +118,18 @@ def test_a_budget_counts_the_base_of_an_adapter_too_and_what_streams_needs_less(
     alone.check_budget(costs[:1], "slot-0", 60)
     with pytest.raises(TeacherError, match="and 60 bytes while it is streamed layer by layer"):
         alone.check_budget(costs[:1], "slot-0", 59)
+
+
+async def test_a_teacher_that_no_slot_has_room_for_scores_streamed_and_is_not_waited_for_to_write(
+    tmp_path: Path,
+) -> None:
+    teachers = open_teachers(tmp_path, "a")
+    server = FakeServer(holds_one=False, budget_bytes=teachers[0].bytes - 1)
+    async with Rig(tmp_path, teachers, [server]) as rig:
+        with pytest.raises(TeacherError, match=rf"a cannot write: it has {teachers[0].bytes} bytes .*, and slots hold"):
+            await rig.manager.generate("a", [GenerateRequest("g", np.array([1, 2], np.int32), 2)])
+        await score_all(rig, "a", 3)
+        assert server.loads == [] and server.streamed
 
 
 def test_equal_files_in_two_folders_are_two_objects(tmp_path: Path) -> None:

@@ -110,6 +110,14 @@ class IndexPolicy:
         yield Copy(device, item)
 
     def _evict(self, device: int, item: int) -> Iterator[Decision]:
+        """On real servers adapters go before their base does, of which they are a part there."""
+        resident = self._outlook.fleet.devices[device].resident
+        if item not in resident:  # it went with its base
+            return
+        if self._outlook.settings.recurring:
+            for adapter in self._outlook.members[item]:
+                if adapter != item and adapter in resident:
+                    yield from self._evict(device, adapter)
         self._outlook.evicts(device, item)
         yield Evict(device, item)
         self._roster.review(self._outlook.members[item])
