@@ -382,12 +382,6 @@ CASES = [
         ("teachers.math: its tokenizer", "the same ids, but another decoder: null there", "WordPiece"),
     ),
     Case(
-        "more slots than teachers",
-        command_line("teacher_manager.slots=3"),
-        2,
-        ("teacher_manager.slots is 3", "the number of teachers only 2"),
-    ),
-    Case(
         "data that end too early",
         command_line("rollout.epochs=2"),
         2,
@@ -418,7 +412,7 @@ CASES = [
         "an adapter",
         adapter_without_base,
         2,
-        ("is a LoRA adapter", "merge it into its base"),
+        ("is a LoRA adapter", "name the folder of its base"),
     ),
     Case(
         "no weights",
