@@ -27,6 +27,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from distill.packing import PackingError
+from distill.teacher_manager.score_index import Piece, PieceIndex, Place
 from distill.teacher_manager.score_pieces import Asked, Rows, ScoreKey, joined, pieces, split, together
 from distill.types import ScoreRequest, TeacherScores
 
@@ -37,7 +38,6 @@ BLOCK_TOKENS = 128
 BOOKKEEPING_BYTES = 400
 """What is counted for a piece beside its buffer: its entries in the indexes."""
 _DIGEST_BYTES = 8
-_SUFFIX = ".scores"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +70,6 @@ class CacheStats:
         return self.tokens_found / self.tokens if self.tokens else 0.0
 
 
-@dataclass(slots=True, eq=False)
-class _Piece:
-    chain: bytes
-    identity: bytes
-    """Digest of what it answers: two pieces with the same one are the same."""
-    nbytes: int
-    """That it is counted with where it is now."""
-    buffer: bytes | None
-    """None: it is on disk."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.chain.hex()}-{self.identity.hex()}{_SUFFIX}"
-
-
 class ScoreCache:
     """See the module. A folder belongs to one process at a time."""
 
@@ -103,9 +88,9 @@ class ScoreCache:
         self._folder = folder
         self._block_tokens = block_tokens
         self._deadline_s = deadline_s
-        self._index: dict[bytes, list[_Piece]] = {}
-        self._in_memory: OrderedDict[_Piece, None] = OrderedDict()
-        self._on_disk: OrderedDict[_Piece, None] = OrderedDict()
+        self._index = PieceIndex()
+        self._in_memory: OrderedDict[Piece, None] = OrderedDict()
+        self._on_disk: OrderedDict[Piece, None] = OrderedDict()
         """Both: what was used last comes last."""
         self._memory_used = self._disk_used = 0
         self._writing = asyncio.Lock()
@@ -120,7 +105,7 @@ class ScoreCache:
         """How many of the request's first rows are known, and these rows; None for 0. A disk that is slow or broken is
         a miss, never an error."""
         asked = Asked.of(key, request, self._block_tokens)
-        position, parts, used = asked.start, list[dict[str, NDArray[Any]]](), list[_Piece]()
+        position, parts, used = asked.start, list[dict[str, NDArray[Any]]](), list[Piece]()
         while position < len(asked.ids):
             piece, rows, count = await self._best(asked, position)
             if piece is None or rows is None:
@@ -144,9 +129,10 @@ class ScoreCache:
         assert scores.spans is None, "scores on byte spans are made of others, which are to be kept"
         asked = Asked.of(key, request, self._block_tokens)
         async with self._writing:
-            kept: list[_Piece] = []
+            kept: list[Piece] = []
             for chain, position, rows in pieces(asked, scores):
-                piece = self._known(asked, chain, position, rows) or await self._add(chain, rows)
+                place = Place.of(chain, rows.ids, rows.first)
+                piece = self._known(asked, place, position, rows) or await self._add(place, rows)
                 if piece is not None:
                     kept.append(piece)
             self._touch(kept)
@@ -154,7 +140,7 @@ class ScoreCache:
     async def close(self) -> None:
         """Put what is in memory on disk, newest first, as far as there is room: the next process finds it."""
         async with self._writing:
-            room, newest = self._disk_budget - self._disk_used, list[_Piece]()
+            room, newest = self._disk_budget - self._disk_used, list[Piece]()
             for piece in reversed(self._in_memory):
                 room -= piece.nbytes - BOOKKEEPING_BYTES + _DIGEST_BYTES
                 if room < 0:
@@ -167,17 +153,18 @@ class ScoreCache:
 
     # --- finding -------------------------------------------------------------------------------------------------
 
-    async def _best(self, asked: Asked, position: int) -> tuple[_Piece | None, Rows | None, int]:
+    async def _best(self, asked: Asked, position: int) -> tuple[Piece | None, Rows | None, int]:
         """The piece with most rows from `position` on, and how many."""
-        best: tuple[_Piece | None, Rows | None, int] = (None, None, 0)
-        for piece in list(self._index.get(asked.block(position)[0], ())):
+        best: tuple[Piece | None, Rows | None, int] = (None, None, 0)
+        chain, _, ids = asked.block(position)
+        for piece in self._index.beginning_as(chain, ids):
             rows = await self._rows(piece)
             count = 0 if rows is None else rows.matching(asked, position)
             if count > best[2]:
                 best = piece, rows, count
         return best
 
-    async def _rows(self, piece: _Piece) -> Rows | None:
+    async def _rows(self, piece: Piece) -> Rows | None:
         if piece.buffer is not None:
             return Rows.unpack(piece.buffer)
         assert self._folder is not None
@@ -198,7 +185,7 @@ class ScoreCache:
                 self._forget(piece)
         return None
 
-    def _touch(self, used: list[_Piece]) -> None:
+    def _touch(self, used: list[Piece]) -> None:
         """The beginning of a sample is used last: a tail without it would be of no use."""
         for piece in reversed(used):
             for order in (self._in_memory, self._on_disk):
@@ -207,11 +194,11 @@ class ScoreCache:
 
     # --- keeping -------------------------------------------------------------------------------------------------
 
-    def _known(self, asked: Asked, chain: bytes, position: int, rows: Rows) -> _Piece | None:
+    def _known(self, asked: Asked, place: Place, position: int, rows: Rows) -> Piece | None:
         """The piece in memory that has all of these rows already. Pieces that have fewer of them are given up, and a
         file that has them, which may not be whole."""
-        identity = _identity(chain, rows)
-        for piece in list(self._index.get(chain, ())):
+        identity = _identity(place.chain, rows)
+        for piece in self._index.beginning_as(place.chain, rows.ids):
             if piece.buffer is None:
                 if piece.identity == identity:
                     self._forget(piece)
@@ -224,21 +211,21 @@ class ScoreCache:
                 self._forget(piece)
         return None
 
-    async def _add(self, chain: bytes, rows: Rows) -> _Piece | None:
+    async def _add(self, place: Place, rows: Rows) -> Piece | None:
         """A new piece in memory; None for one that is too large for that."""
         buffer = rows.pack()
-        piece = _Piece(chain, _identity(chain, rows), len(buffer) + BOOKKEEPING_BYTES, buffer)
+        piece = Piece(place, _identity(place.chain, rows), len(buffer) + BOOKKEEPING_BYTES, buffer)
         if piece.nbytes > self._memory_budget:
             self._count(dropped=1)
             return None
         while self._memory_used + piece.nbytes > self._memory_budget:
             await self._spill(next(iter(self._in_memory)))
-        self._index.setdefault(chain, []).append(piece)
+        self._index.add(piece)
         self._in_memory[piece] = None
         self._memory_used += piece.nbytes
         return piece
 
-    async def _spill(self, piece: _Piece) -> None:
+    async def _spill(self, piece: Piece) -> None:
         """Memory to disk, or to nowhere. It can be found in memory until the file is whole."""
         assert piece.buffer is not None
         size = len(piece.buffer) + _DIGEST_BYTES
@@ -272,13 +259,9 @@ class ScoreCache:
             given_up.set()
             unfinished.unlink(missing_ok=True)
 
-    def _forget(self, piece: _Piece) -> None:
+    def _forget(self, piece: Piece) -> None:
         """Give it up, wherever it is."""
-        others = [other for other in self._index.get(piece.chain, ()) if other is not piece]
-        if others:
-            self._index[piece.chain] = others
-        else:
-            self._index.pop(piece.chain, None)
+        self._index.discard(piece)
         self._forget_memory(piece)
         if piece in self._on_disk:
             assert self._folder is not None
@@ -286,7 +269,7 @@ class ScoreCache:
             self._disk_used -= piece.nbytes
             (self._folder / piece.name).unlink(missing_ok=True)
 
-    def _forget_memory(self, piece: _Piece) -> None:
+    def _forget_memory(self, piece: Piece) -> None:
         if piece in self._in_memory:
             del self._in_memory[piece]
             self._memory_used -= piece.nbytes
@@ -299,12 +282,12 @@ class ScoreCache:
         with os.scandir(folder) as entries:
             found = sorted((entry.stat().st_mtime_ns, entry.name, entry.stat().st_size) for entry in entries)
         for _, name, size in found:
-            piece = _piece_of(name, size)
+            piece = Piece.on_disk(name, size)
             if piece is None:
                 if name.endswith(".tmp"):
                     (folder / name).unlink(missing_ok=True)
                 continue
-            self._index.setdefault(piece.chain, []).append(piece)
+            self._index.add(piece)
             self._on_disk[piece] = None
             self._disk_used += size
         while self._disk_used > self._disk_budget:
@@ -331,14 +314,3 @@ def _write_file(path: Path, buffer: bytes, given_up: threading.Event) -> None:
         file.write(xxhash.xxh3_64_digest(buffer))
     if given_up.is_set():
         path.unlink(missing_ok=True)
-
-
-def _piece_of(name: str, size: int) -> _Piece | None:
-    """The piece in a file of this name; None for another file."""
-    if not name.endswith(_SUFFIX):
-        return None
-    chain, _, identity = name.removesuffix(_SUFFIX).partition("-")
-    try:
-        return _Piece(bytes.fromhex(chain), bytes.fromhex(identity), size, None)
-    except ValueError:
-        return None

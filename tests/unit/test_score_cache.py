@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distill.teacher_manager.score_cache import BOOKKEEPING_BYTES, ScoreCache, ScoreKey, joined, split
+from distill.teacher_manager.score_pieces import Rows
 from distill.types import ScoreRequest, Signal, SignalSpec, Support, TeacherScores
 
 V, D, K, BLOCK = 3, 2, 2, 4
@@ -258,10 +259,31 @@ async def test_a_spilled_file_that_is_not_whole_is_dropped_and_counted(tmp_path:
 async def test_files_that_were_never_finished_and_files_of_others_are_no_scores(tmp_path: Path) -> None:
     (tmp_path / "ab-cd.tmp").write_bytes(b"half")
     (tmp_path / "README").write_bytes(b"mine")
-    (tmp_path / "zz-zz.scores").write_bytes(b"")
+    for name in ("zz-zz", "zz-0-zz-zz"):
+        (tmp_path / f"{name}.scores").write_bytes(b"")
     cache = ScoreCache(10**6, tmp_path, 10**6)
     assert cache.stats().disk_bytes == 0
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["README", "zz-zz.scores"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["README", "zz-0-zz-zz.scores", "zz-zz.scores"]
+
+
+async def test_thousands_of_short_samples_in_one_block_are_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them are in the first block, under one chain digest: only those that begin as the request does are opened,
+    to find it and to keep it."""
+    cache, opened = ScoreCache(10**7), 0
+    unpack = Rows.unpack
+
+    def counted(buffer: bytes) -> Rows:
+        nonlocal opened
+        opened += 1
+        return unpack(buffer)
+
+    requests = [asked([1 + index // 40, index % 40, 3, 5, 7], 3) for index in range(1600)]
+    for request in requests:
+        await answered(cache, KEY, request)
+    monkeypatch.setattr(Rows, "unpack", counted)
+    for request in requests[::100]:
+        assert await answered(cache, KEY, request) == 3
+    assert opened <= 2 * len(requests[::100])
 
 
 async def test_a_disk_that_is_too_slow_is_a_miss(tmp_path: Path) -> None:
