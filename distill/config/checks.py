@@ -189,7 +189,7 @@ def _scores_on_disk_have_been_in_memory(config: RunConfig) -> Iterator[Finding]:
             ("teacher_manager", "cache_disk_gb"),
             f"teacher_manager.cache_disk_gb is {manager.cache_disk_gb:g}, but teacher_manager.cache_mb is 0: scores "
             "come to the disk when memory has no room for them",
-            "give it some memory: cache_mb=256",
+            "give it some memory; 256 is the default",
         )
 
 

@@ -236,7 +236,7 @@ class TeacherManagerConfig(Section):
         "slower copies",
     )
     cache_mb: float = Field(
-        default=0.0,
+        default=256.0,
         ge=0,
         le=1e6,
         description="memory of the controller for scores that may be asked for again, MB = 1e6 bytes; 0: none, as in "

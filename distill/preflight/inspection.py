@@ -283,6 +283,8 @@ def check_memory(config: RunConfig, models: Models) -> int:
     held = holdings(config, models.student, models.slot_bytes, ITEMSIZE[config.server.dtype])
     if config.teacher_manager.host_gb:
         held.append(Holding("host memory for teachers", round(config.teacher_manager.host_gb * 1e9)))
+    if config.teacher_manager.cache_mb and config.trainer.max_staleness:
+        held.append(Holding("score cache", round(config.teacher_manager.cache_mb * 1e6)))
     return check_host(config, held)
 
 
