@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from distill.errors import ConfigError
-from distill.modeling.skeleton import ALIGNMENT
+from distill.modeling.alignment import aligned
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -82,7 +82,7 @@ class LoraAdapter:
         for module in dict.fromkeys(_module_of(folder, name) for name in shapes):
             pair = _pair(folder, module, shapes, settings, model, end, dtype.itemsize)
             pairs.append(pair)
-            end = _aligned(pair.begins[1] + math.prod(pair.shapes[1]) * dtype.itemsize)
+            end = aligned(pair.begins[1] + math.prod(pair.shapes[1]) * dtype.itemsize)
         if not pairs:
             raise ConfigError(f"{folder}/{WEIGHTS}: there is no tensor in it")
         return cls(folder, pairs, end, dtype)
@@ -230,7 +230,7 @@ def _pair(
         if shapes.get(name) != shape:
             raise ConfigError(f"{folder}/{WEIGHTS}: {name} should have shape {shape}; found {shapes.get(name)}")
     scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-    return _Pair(module, scale, names, wanted, (begin, _aligned(begin + math.prod(wanted[0]) * itemsize)))
+    return _Pair(module, scale, names, wanted, (begin, aligned(begin + math.prod(wanted[0]) * itemsize)))
 
 
 def _linear(folder: Path, module: str, model: Any) -> Any:
@@ -254,7 +254,3 @@ def _of_pattern(patterns: Mapping[str, Any] | None, module: str, otherwise: Any)
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
     return otherwise
-
-
-def _aligned(nbytes: int) -> int:
-    return math.ceil(nbytes / ALIGNMENT) * ALIGNMENT

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,11 +25,9 @@ import transformers
 from torch import Tensor
 
 from distill.errors import ConfigError
+from distill.modeling.alignment import aligned
 from distill.modeling.naming import Weightless, Window, function_of, tied_names, windows
 
-ALIGNMENT = 64
-"""Each tensor begins at a multiple of this many bytes of its buffer: vector instructions and copies want it, and sums
-then round alike wherever the buffer lies."""
 _KEPT = 4
 """Idle skeletons of one config that are kept."""
 
@@ -324,7 +321,7 @@ def _piece(index: int, label: str, tensors: Mapping[str, Tensor], dtype: torch.d
         kind = dtype if tensor.is_floating_point() else tensor.dtype
         nbytes = tensor.numel() * kind.itemsize
         params.append(Param(name, tuple(tensor.shape), kind, end, nbytes))
-        end = math.ceil((end + nbytes) / ALIGNMENT) * ALIGNMENT
+        end = aligned(end + nbytes)
     return Piece(index, label, tuple(params), end)
 
 

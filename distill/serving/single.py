@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, cast
 
 from distill.errors import ConfigError, EnvironmentFault, ServerError, TeacherError
 from distill.protocols import Loaded, ServerInfo, SlotLedger, WeightCosts, WeightSource
 from distill.serving.client import ServerClient
 from distill.types import GenerateRequest, Generation, ScoreRequest, SignalSpec, TeacherScores
+from distill.weights.costs import costs_of_one
 from distill.weights.files import SPELLING, Checkpoint
-
-_ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 class SingleTeacherServer:
@@ -51,7 +46,7 @@ class SingleTeacherServer:
                 fix="merge it into its base, or serve teachers with the embedded server",
             )
         checkpoint = Checkpoint.open(source.folder)
-        costs = costs_from_headers(checkpoint, self._dtype)
+        costs = costs_of_one(source.folder, self._dtype)
         known = self._known.get(source.name)
         if self._resident == source.name and known is not None and known[0] != source:
             raise ServerError(f"{self.label}: {source.name} is resident with other weights: release it first")
@@ -130,31 +125,3 @@ class SingleTeacherServer:
         if self._resident != name:
             raise ServerError(f"{self.label}: {name} is not resident, {self._resident or 'nobody'} is")
         return source
-
-
-def costs_from_headers(checkpoint: Checkpoint, held_dtype: str | None) -> WeightCosts:
-    """What a model takes, from its files' headers and its config.json; a mixture's experts are told by their names.
-
-    `held_dtype`: F32, BF16, F16, or None for as it is stored.
-    """
-    config = _config(checkpoint.folder)
-    total = sum(tensor.elements for tensor in checkpoint.tensors.values())
-    experts = sum(tensor.elements for tensor in checkpoint.tensors.values() if ".experts." in tensor.name)
-    chosen, there = (next((config[key] for key in keys if config.get(key)), 0) for keys in (_ROUTED, _EXPERTS))
-    idle = experts - experts * min(chosen, there) // there if chosen and there else 0
-    return WeightCosts(
-        bytes=sum(tensor.nbytes_as(held_dtype) for tensor in checkpoint.tensors.values()),
-        layers=int(config.get("num_hidden_layers") or 0),
-        total_params=total,
-        active_params=total - idle,
-        stream_bytes=None,
-    )
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    try:
-        found: Any = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}/config.json: {error}", fix="give a Hugging Face folder") from error
-    whole = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
-    return whole | cast("dict[str, Any]", whole.get("text_config") or {})

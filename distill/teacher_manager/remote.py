@@ -23,6 +23,7 @@ from distill.errors import ConfigError, DistillError, ServerError, TeacherError
 from distill.protocols import TeacherCaps
 from distill.serving.openai import TryAgain
 from distill.teacher_manager.gate import CANARY_RESPONSE, CanaryStore, canary_ids
+from distill.teacher_manager.spans import EventSink
 from distill.types import (
     Floats,
     GenerateRequest,
@@ -65,10 +66,6 @@ class RemoteApi(Protocol):
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]: ...
     async def close(self) -> None: ...
-
-
-class EventSink(Protocol):
-    def __call__(self, level: str, message: str, /) -> None: ...
 
 
 class RemoteTeacher:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import aiohttp
@@ -249,17 +248,9 @@ class _Elsewhere(ServerClient):
                 raise TryAgain(error, gone=status in GONE) from error
             raise
 
-    async def exchange(
-        self,
-        method: str,
-        path: str,
-        body: Any,
-        deadline_s: float | None = None,
-        awaited: str = "an answer",
-        headers: Mapping[str, str] = MappingProxyType({}),
-    ) -> Reply:
+    async def exchange(self, *args: Any, **named: Any) -> Reply:
         try:
-            return await super().exchange(method, path, body, deadline_s, awaited, headers)
+            return await super().exchange(*args, **named)
         except ServerError as error:
             error.what = self._clean(error.what)
             raise TryAgain(error, gone=True) from error

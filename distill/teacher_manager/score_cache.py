@@ -61,14 +61,6 @@ class CacheStats:
     late: int = 0
     """Reads and writes of files that missed their deadline or failed."""
 
-    @property
-    def request_hit_rate(self) -> float:
-        return self.whole / self.requests if self.requests else 0.0
-
-    @property
-    def token_hit_rate(self) -> float:
-        return self.tokens_found / self.tokens if self.tokens else 0.0
-
 
 class ScoreCache:
     """See the module. A folder belongs to one process at a time."""

@@ -7,7 +7,6 @@ here is what a server says that registers the folder.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import ConfigError
+from distill.modeling.alignment import aligned
 from distill.protocols import WeightCosts
 from distill.weights.files import StoredTensor, stored_tensors
 
-ALIGNMENT = 64
-"""Bytes: each tensor begins at a multiple of it."""
 ADAPTER_CONFIG = "adapter_config.json"
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(.+)$")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight")
+_ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
 _FUSED: dict[str, str] = dict.fromkeys(("w1.weight", "w3.weight", "gate_proj.weight", "up_proj.weight"), "gate_up")
 """Two matrices of each expert lie in one tensor of the device."""
 
@@ -52,8 +51,21 @@ def costs_of(folder: Path, held_dtype: str | None, base: Path | None = None) -> 
         bytes=sum(sizes) + embeddings + head,
         layers=layers,
         total_params=sum(tensor.elements for tensor in kept),
-        active_params=_active(kept, config.get("num_experts_per_tok")),
+        active_params=_active(kept, _chosen(config)),
         stream_bytes=max(2 * max(sizes), head + (embeddings if pieces.tied else 0)),
+    )
+
+
+def costs_of_one(folder: Path, held_dtype: str | None) -> WeightCosts:
+    """Of a whole model, of any structure, in a server that holds nothing else and streams nothing. Raises as
+    `costs_of`."""
+    tensors, config = list(stored_tensors(folder).values()), _config(folder)
+    return WeightCosts(
+        bytes=sum(tensor.nbytes_as(held_dtype) for tensor in tensors),
+        layers=int(config.get("num_hidden_layers") or 1),
+        total_params=sum(tensor.elements for tensor in tensors),
+        active_params=_active(tensors, _chosen(config)),
+        stream_bytes=None,
     )
 
 
@@ -97,7 +109,12 @@ def _held(tensors: Sequence[StoredTensor], dtype: str | None) -> int:
         match = _EXPERT.match(tensor.name)
         name = f"{match[1]}.{_FUSED.get(match[3], match[3])}" if match else tensor.name
         sizes[name] = sizes.get(name, 0) + tensor.nbytes_as(dtype)
-    return sum(math.ceil(size / ALIGNMENT) * ALIGNMENT for size in sizes.values())
+    return sum(map(aligned, sizes.values()))
+
+
+def _chosen(config: Mapping[str, Any]) -> int | None:
+    """Experts of a layer that a token passes through; None where there are none to choose from."""
+    return next((config[key] for key in _ROUTED if config.get(key)), None)
 
 
 def _active(tensors: Sequence[StoredTensor], chosen: int | None) -> int:

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,6 @@ from distill.transfermesh.digest import bucket_digest, tensor_digest
 
 FLOATS = {"F32": 4, "BF16": 2, "F16": 2}
 """Dtypes that a server may hold instead of a file's own, with the bytes of one element."""
-ALIGNMENT = 64
-"""Of tensors on a device, as `distill.modeling.skeleton` lays them out."""
 SPELLING = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """Dtypes as a configuration names them -> as safetensors does."""
 _CHUNK_BYTES = 1 << 24
@@ -160,11 +158,6 @@ def _signature(tensors: Sequence[StoredTensor]) -> str:
         raise TeacherError(f"{error.filename}: cannot be read: {error.strerror}", fix=_FIX) from error
     entries = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_dev) for name, stat in stats]
     return xxhash.xxh3_128_hexdigest(json.dumps(entries).encode())
-
-
-def device_bytes(tensors: Iterable[StoredTensor], dtype: str | None) -> int:
-    """Most bytes that these tensors take on a device that holds floats as `dtype`: each begins at a multiple of 64."""
-    return sum(-(-tensor.nbytes_as(dtype) // ALIGNMENT) * ALIGNMENT for tensor in tensors)
 
 
 def tensor_checksums(folder: Path) -> dict[str, str]:

@@ -11,8 +11,9 @@ import torch
 import transformers
 
 from distill.errors import ConfigError
+from distill.modeling.alignment import ALIGNMENT
 from distill.modeling.naming import live_tensors
-from distill.modeling.skeleton import ALIGNMENT, Skeleton
+from distill.modeling.skeleton import Skeleton
 from tests.builders_modeling import CPU, FAMILIES, VOCAB, fill, reference, resident, weights_of, write_model
 
 IDS = torch.arange(3, 40)[None]
