@@ -204,6 +204,10 @@ class RemoteServer:
         """Where the server is now; waits for a restart that is under way."""
         return await self.remote.call("address", deadline_s, deadline_s=deadline_s + 10)
 
+    async def restart(self, incarnation: int) -> None:
+        """End the program of this incarnation, which hangs: the next one is started."""
+        await self.remote.call("restart", incarnation, deadline_s=30)
+
     async def stop(self) -> None:
         """End the server. One whose actor is dead has ended with it."""
         with contextlib.suppress(ServiceError):

@@ -190,3 +190,8 @@ def allowed_changes(checkpoint: Checkpoint, config: RunConfig) -> list[Change]:
 
 def _changes(checkpoint: Checkpoint, config: RunConfig) -> Iterator[Change]:
     return changes(settings_of(config), checkpoint.state["settings"])
+
+
+def without_folder(config: RunConfig) -> RunConfig:
+    """For whoever uses the configuration of a run and writes nothing into its folder: a finished one is no obstacle."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": None}), "resume": None})

@@ -89,7 +89,7 @@ class Teaching:
         catalogue = Catalogue([self._open(name) for name in self._here], self._bases())
         manager = TeacherManager(
             catalogue,
-            [Slot(server.name, server.locate, self._connect, self._slot_bytes) for server in servers],
+            [Slot(server.name, server.locate, self._connect, self._slot_bytes, server.restart) for server in servers],
             # behind the barrier the manager settles what is computed together: one job a visit
             functools.partial(load("scheduler", config.scheduler), visit_tokens=0 if barrier else config.call_tokens),
             spec,

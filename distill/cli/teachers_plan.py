@@ -25,6 +25,7 @@ from distill.config.compose import load_config
 from distill.config.explain import located
 from distill.errors import ConfigError
 from distill.preflight import inspect, is_prepared
+from distill.run_folder import without_folder
 from distill.teacher_manager.capacity import NO_STALL, SEEDS, STEPS, WARM, Change, Expected
 
 _HELP = """\
@@ -57,7 +58,7 @@ def plan(argv: Sequence[str]) -> int:
     )
     loaded = load_config(arguments.run, arguments.overrides)
     with located(loaded.written):
-        config = loaded.config
+        config = without_folder(loaded.config)
         if config.prepare is not None and not is_prepared(config.prepare):
             raise ConfigError(
                 f"prepare.output: {config.prepare.output} is not made yet, so the teachers have no size",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from distill.config import RunConfig, TeacherConfig
 from distill.errors import ConfigError, StudentError, TeacherError
+from distill.modeling.adapter_settings import adapter_settings
 from distill.objectives.build import build_objective
 from distill.preflight import machine
 from distill.preflight.data import Prompts, load_prompts, prompts_needed
@@ -362,4 +363,5 @@ def _base_of(folder: Path, teacher: TeacherConfig, config: RunConfig, role: str)
             why="an adapter scores together with its base only",
             fix=f"name the folder of its base in {role}.base",
         )
+    adapter_settings(folder)
     return existing_folder(base, f"{role}.base")

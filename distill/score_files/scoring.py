@@ -17,7 +17,7 @@ from distill.errors import ConfigError, RunStopped, ServiceError, TeacherDropped
 from distill.loop import first_cause
 from distill.preflight import Preflight, inspect
 from distill.remote import RemoteServer
-from distill.run_folder import owned
+from distill.run_folder import owned, without_folder
 from distill.score_files.asking import FilePrompts, Report, asking, choose_spec
 from distill.score_files.columns import RESERVED, Columns, Scored
 from distill.score_files.job import ScoreJob
@@ -72,7 +72,7 @@ def score_file(config: RunConfig, job: ScoreJob, sinks: Sinks) -> Summary:
     when the user stops it. What is scored until then is kept for a job that resumes.
     """
     # a finished run of this configuration is no obstacle: nothing goes into its folder
-    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": None}), "resume": None})
+    config = without_folder(config)
     job.check(config, RESERVED)
     checked = inspect(config)
     spec = choose_spec(job.signal, job.k, checked)

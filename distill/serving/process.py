@@ -69,6 +69,8 @@ class ServerProcess:
         self._changed = threading.Condition()
         self._stopping = threading.Event()
         self._log_from = 0
+        self._process: tuple[int, subprocess.Popen[bytes]] | None = None
+        """The present incarnation, and its program."""
         self._address: ServerAddress | None = None
         """Set while the program runs and can be reached."""
         self._failure: DistillError | None = None
@@ -102,6 +104,12 @@ class ServerProcess:
                     fix="raise server.start_timeout_s if it is only slow",
                 )
             time.sleep(POLL_S)
+
+    def restart(self, incarnation: int) -> None:
+        """End the program of this incarnation, which does not answer; the watcher starts the next one."""
+        with self._changed:
+            if self._process is not None and self._process[0] == incarnation:
+                _signal_group(self._process[1].pid, signal.SIGKILL)  # a stopped process takes no other signal
 
     def log_tail(self) -> str:
         """The end of what the present program wrote to stdout and stderr."""
@@ -139,12 +147,16 @@ class ServerProcess:
     def _run(self, incarnation: int) -> DistillError | None:
         """One life of the program. Returns the error to give up with, or None to start it again."""
         process = self._spawn(incarnation)
+        with self._changed:
+            self._process = incarnation, process
         try:
             came_up = self._await_published(process, incarnation)
             if came_up:
                 self._until(lambda: process.poll() is not None)
             code = process.poll()
         finally:
+            with self._changed:
+                self._process = None
             self._set(None)
             end_tree(process)
         return None if self._stopping.is_set() else self._judge(code, came_up, incarnation)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -30,6 +31,9 @@ from distill.types import GenerateRequest, Generation, ScoreRequest, SignalSpec,
 T = TypeVar("T")
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
+_SILENT = 3
+"""Questions in a row that an incarnation leaves without an answer before it is taken to hang. A dead one has been
+replaced by then; each question has a deadline of its own."""
 ACTIVATIONS = 2
 """A load that the gate refuses is done once more: a transfer may go wrong once, a file stays as it is."""
 
@@ -67,11 +71,14 @@ class Slot:
         locate: Callable[[float], Awaitable[ServerAddress]],
         connect: Callable[[ServerAddress], TeacherServer],
         budget_bytes: int,
+        restart: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
+        """`restart(incarnation)` has a server that hangs ended and started again, where that can be done."""
         self.name = name
         self.budget_bytes = budget_bytes
         self._locate = locate
         self._connect = connect
+        self._restart = restart
         self._server: TeacherServer | None = None
         self._address: ServerAddress | None = None
         self._held: dict[str, _Held] = {}
@@ -278,8 +285,9 @@ class Slot:
         return reply
 
     async def _connected(self, deadline: float) -> TeacherServer:
-        """A client of the server as it is now. Waits for one that has just died until its host has noticed that."""
-        pause = _FIRST_PAUSE_S
+        """A client of the server as it is now. Waits for one that has just died until its host has noticed that; one
+        that lives and gives no sign of it is started again."""
+        pause, silent = _FIRST_PAUSE_S, Counter[int]()
         while True:
             address = await self._in_time(
                 self._locate(deadline - time.monotonic()), deadline - time.monotonic(), "its server to be up"
@@ -292,6 +300,9 @@ class Slot:
                 return self._server
             except ServerError:
                 await self._disconnect()
+                silent[address.incarnation] += 1
+                if silent[address.incarnation] == _SILENT and self._restart is not None:
+                    await self._restart(address.incarnation)
                 if time.monotonic() + pause > deadline:
                     raise
             await asyncio.sleep(pause)

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import ConfigError
+from distill.modeling.adapter_settings import CONFIG as ADAPTER_CONFIG
 from distill.modeling.alignment import aligned
 from distill.protocols import WeightCosts
 from distill.weights.files import StoredTensor, stored_tensors
 
-ADAPTER_CONFIG = "adapter_config.json"
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(.+)$")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")

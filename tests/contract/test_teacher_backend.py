@@ -20,6 +20,7 @@ from transformers import LlamaForCausalLM
 from distill.config import TeacherManagerConfig
 from distill.errors import TeacherError
 from distill.protocols import ServerAddress, TeacherServer, WeightCosts, WeightSource
+from distill.serving import client, teacher_client
 from distill.serving.client import ServerClient
 from distill.serving.single import SingleTeacherServer
 from distill.serving.teacher_client import TeacherClient
@@ -67,11 +68,11 @@ class House:
             return TeacherClient(address.url, name=address.name, timeout_s=60)
         return SingleTeacherServer(ServerClient(address.url, name=address.name, timeout_s=60))
 
-    def kill(self) -> None:
-        """SIGKILL to the server's process, found among our own children."""
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """A signal to the server's process, found among our own children."""
         for child in psutil.Process().children(recursive=True):
             if "distill.serving.embedded" in child.cmdline():
-                os.kill(child.pid, signal.SIGKILL)
+                os.kill(child.pid, number)
 
 
 @pytest.fixture(scope="module", params=["slot", "single"])
@@ -100,10 +101,18 @@ class Backend:
         self.spans: list[str] = []
         self.scored = asyncio.Event()
         teachers = [Teacher.open(name, folder) for name, folder in house.folders.items()]
-        settings = TeacherManagerConfig(timeout_s=120, **config)
+        settings = TeacherManagerConfig(**{"timeout_s": 120, **config})
         self.manager = TeacherManager(
             Catalogue(teachers),
-            [Slot("slot-0", self.locate, self.connect, budget or max(teacher.bytes for teacher in teachers))],
+            [
+                Slot(
+                    "slot-0",
+                    self.locate,
+                    self.connect,
+                    budget or max(teacher.bytes for teacher in teachers),
+                    self.restart,
+                )
+            ],
             lambda system: policy_for_runs(system, visit_tokens=settings.call_tokens),
             SignalSpec(Signal.TOPK, 4),
             settings,
@@ -124,6 +133,9 @@ class Backend:
         self.spans.append(kind)
         if kind == "score":
             self.scored.set()
+
+    async def restart(self, incarnation: int) -> None:
+        await asyncio.to_thread(self.house.host.restart, incarnation)
 
     async def locate(self, deadline_s: float) -> ServerAddress:
         return await asyncio.to_thread(self.house.host.address, deadline_s)
@@ -195,6 +207,23 @@ async def test_a_server_killed_in_the_middle_loses_no_sample_and_gives_no_wrong_
         backend.house.check(result)
     assert any(message.startswith("slot-0: ") and "verified anew" in message for message in backend.messages)
     assert sum(backend.manager.swap_counts().values()) >= 4, "what was resident had to be loaded again"
+
+
+@pytest.mark.faults
+async def test_a_server_that_hangs_is_started_again_and_its_samples_are_scored(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGSTOP: its port still accepts connections, and nothing ever answers."""
+    monkeypatch.setattr(teacher_client, "QUICK_S", 1.0)
+    monkeypatch.setattr(client, "QUICK_S", 1.0)
+    async with Backend(house, tmp_path, timeout_s=20) as backend:
+        before = house.host.address(10).incarnation
+        house.kill(signal.SIGSTOP)
+        for scored in await asyncio.gather(
+            *(backend.manager.score(sample(index, teachers=NAMES)) for index in range(4))
+        ):
+            house.check(scored)
+        assert house.host.address(60).incarnation == before + 1
 
 
 @pytest.mark.faults

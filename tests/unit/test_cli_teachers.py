@@ -179,3 +179,13 @@ def test_plan_knows_adapters_and_the_base_that_they_share(tmp_path: Path) -> Non
     assert adapters[0].active_params == TEACHER_PARAMS + 80 and adapters[0].swap_s == pytest.approx(320 / 1e5)
     assert outlook.slot_bytes == TEACHER_BYTES + 320 and not outlook.resident_together
     assert outlook.expected.streams == 0
+
+
+def test_plan_writes_nothing_so_a_folder_that_holds_a_run_is_no_obstacle(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = write_layered_run(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "result.json").write_text("{}")
+    assert main(["teachers", "plan", str(path), f"run.dir={tmp_path / 'out'}", *GIVEN]) == 0
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["result.json"]

@@ -122,6 +122,20 @@ def test_a_killed_server_comes_back_as_the_next_incarnation_somewhere_else(make:
 
 
 @pytest.mark.faults
+def test_a_server_that_hangs_is_replaced_if_it_is_the_incarnation_that_was_meant(make: Make, tmp_path: Path) -> None:
+    host = make(SERVE)
+    first = host.start()
+    host.restart(first.incarnation + 1)
+    assert host.address(5) == first, "that one does not run"
+    os.kill(pid_of(tmp_path, 0), signal.SIGSTOP)
+    host.restart(first.incarnation)
+    while (second := host.address(60)) == first:  # the watcher notices within a moment
+        time.sleep(0.05)
+    assert second.incarnation == first.incarnation + 1
+    host.restart(first.incarnation)
+    assert host.address(5) == second
+
+
 def test_a_server_that_keeps_dying_is_given_up_after_its_restarts(make: Make, tmp_path: Path) -> None:
     host = make(
         "if sys.argv[2] == '0':\n    publish()\n    time.sleep(600)\nprint('no luck')\nsys.exit(7)\n", max_restarts=2

@@ -98,6 +98,10 @@ def test_an_adapter_is_refused_with_what_to_do_and_a_base_that_would_be_ignored_
     attached = ["server=attach", "server.rollout_urls=[http://a:1]", "server.teacher_urls=[http://b:1]"]
     with pytest.raises(ConfigError, match=r"over trained/on, which a server of attach[\s\S]*merge_and_unload"):
         inspect(load_config(path, [*based, *attached]).config)
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "use_dora": true}')
+    with pytest.raises(ConfigError, match=r"adapter_config\.json: use_dora=true"):
+        inspect(load_config(path, based).config)
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "trained/on"}')
     found = inspect(load_config(path, based).config).models.teachers["math"]
     assert (found.base, found.folder, found.slot_bytes) == (tmp_path / "base", adapter, 960 + 64)
     with pytest.raises(ConfigError, match=r"teachers\.code\.base: .* would be ignored: .* is a whole model"):
