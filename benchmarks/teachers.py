@@ -61,7 +61,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=1024)
     parser.add_argument("--length", type=int, default=128, help="tokens of a sample")
     parser.add_argument("--visit", type=int, default=1024, help="tokens a visit, where the link is not slowed down")
-    parser.add_argument("--break-even", type=int, default=512, help="B* that the emulated link gives, in tokens")
+    parser.add_argument("--break-even", type=int, default=2048, help="B* that the emulated link gives, in tokens")
     parser.add_argument("--copies", type=int, default=12, help="work of a teacher in a trace, in B* tokens")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scratch", type=Path, default=None, help="where the teachers are written, on a disk")
@@ -132,8 +132,7 @@ async def on_a_slow_link(house: House, args: argparse.Namespace, turns: Turns) -
     costs = house.costs
     with serve(house, room=args.teachers + 0.2, name="wide") as wide:
         turns.start("swapped or streamed on the slow link")
-        first = await speed_of(wide, args)
-        link = costs.bytes * first.flops_per_s / (2 * args.break_even * costs.active_params)
+        link = await link_for(house, await speed_of(wide, args), args)
         found: dict[str, Any] = {"link_bytes_per_s": link, "traces": []}
         with serve(house, room=ROOM, link_bytes_per_s=link, name="shared") as shared:
             found["speed"] = asdict(await speed_of(shared, args))
@@ -150,10 +149,21 @@ async def on_a_slow_link(house: House, args: argparse.Namespace, turns: Turns) -
     return found
 
 
+async def link_for(house: House, now: Speed, args: argparse.Namespace) -> float:
+    """Bytes/s with which a swap takes as long as scoring `--break-even` tokens, the checks after its copy included."""
+    aim_s = 2 * args.break_even * house.costs.active_params / now.flops_per_s
+    trial = house.costs.bytes / aim_s
+    with serve(house, room=ROOM, link_bytes_per_s=trial, name="trial") as served:
+        taken_s = median(await checked_swaps(served, house.root / "canaries.json", 1))
+    checks_s = max(0.0, taken_s - aim_s)
+    return house.costs.bytes / max(aim_s - checks_s, aim_s / 4)
+
+
 async def speed_of(served: Served, args: argparse.Namespace) -> Speed:
+    """Of calls between half and twice B* tokens, as visits are."""
     client = await open_client(served)
     try:
-        return await speed(client, served.house, args.length, 2 * args.repeats + 3)
+        return await speed(client, served.house, args.length, (args.break_even // 2, 2 * args.break_even), 5)
     finally:
         await client.close()
 
@@ -161,14 +171,17 @@ async def speed_of(served: Served, args: argparse.Namespace) -> Speed:
 async def traces(
     house: House, args: argparse.Namespace, shared: Served, wide: Served, load_s: float
 ) -> list[dict[str, Any]]:
-    """One trace for each number of tokens a visit: in the room of two, and with all resident."""
-    now = await speed_of(shared, args)
+    """One trace for each number of tokens a visit: in the room of two, and with all resident. Speeds are measured
+    before and after: a shared machine is not as fast at all times."""
     link, canaries = house.costs.bytes / load_s, house.root / "canaries.json"
     rows: list[dict[str, Any]] = []
+    before = await speed_of(shared, args)
     for share in SHARES:
         visit, rounds = round(share * args.break_even), max(1, round(args.copies / share))
-        trace = make_trace(house, now, visit=visit, length=args.length, rounds=rounds, load_s=load_s)
-        outcome = await measure(shared, trace, now, link, canaries)
+        trace = make_trace(house, before, visit=visit, length=args.length, rounds=rounds, load_s=load_s)
+        outcome = await measure(shared, trace, before, link, canaries)
+        after = await speed_of(shared, args)
+        now = before.mean(after)
         predicted, bound_s = predict(
             house, trace, now, link_bytes_per_s=link, budget_bytes=shared.budget_bytes, loads=outcome.loads
         )
@@ -178,6 +191,7 @@ async def traces(
         if visit >= args.break_even:
             row["resident"] = asdict(await measure(wide, trace, now, 1e10, canaries))
         rows.append(row)
+        before = await speed_of(shared, args) if "resident" in row else after
     return rows
 
 

@@ -28,7 +28,7 @@ from distill.weights.costs import costs_of
 SPEC = SignalSpec(Signal.SAMPLED)
 PROMPT_TOKENS = 8
 TIMEOUT_S = 120.0
-CALL_TOKENS = 1024
+CALL_TOKENS = 4096
 """Of one scoring request, and of one visit of the manager."""
 
 

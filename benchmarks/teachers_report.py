@@ -62,7 +62,7 @@ def throughput_table(found: Mapping[str, Any]) -> None:
 
 
 def placement(found: Mapping[str, Any]) -> Placement:
-    """The teacher behind the emulated link, with the speed that was measured first."""
+    """The teacher behind the emulated link, with the speed that was measured first and the bandwidth that loads had."""
     costs = found["teacher"]
     return Placement(
         costs["total_params"],
@@ -70,7 +70,7 @@ def placement(found: Mapping[str, Any]) -> Placement:
         costs["layers"],
         costs["bytes"],
         round(found["speed"]["flops_per_s"]),
-        round(found["link_bytes_per_s"]),
+        round(costs["bytes"] / median(found["choices"]["load"])),
     )
 
 

@@ -27,6 +27,13 @@ class Speed:
     def seconds(self, tokens: int, active_params: int) -> float:
         return self.call_s + 2 * tokens * active_params / self.flops_per_s
 
+    def mean(self, other: Speed) -> Speed:
+        """Of the time in between."""
+        return Speed(
+            2 / (1 / self.flops_per_s + 1 / other.flops_per_s),
+            (self.call_s + other.call_s) / 2,
+        )
+
 
 async def seconds_of(work: Callable[[], Awaitable[Any]]) -> float:
     began = time.perf_counter()
@@ -96,9 +103,10 @@ async def checked_swaps(served: Served, canaries: Path, repeats: int) -> list[fl
     return seconds
 
 
-async def speed(client: TeacherClient, house: House, length: int, repeats: int) -> Speed:
-    """Of the server, from calls of two sizes to a resident teacher, which is released afterwards."""
-    name, small, large = house.names[0], 2 * length, 8 * length
+async def speed(client: TeacherClient, house: House, length: int, sizes: tuple[int, int], repeats: int) -> Speed:
+    """Of the server, from calls of two sizes in tokens to a resident teacher, which is released afterwards. They are
+    to be the sizes that are of interest: large batches outgrow the caches of a processor."""
+    name, (small, large) = house.names[0], sizes
     await client.load(name)
     took: dict[int, list[float]] = {small: [], large: []}
     for lap in range(repeats + 1):

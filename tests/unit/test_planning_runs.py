@@ -313,3 +313,17 @@ def test_adapters_leave_before_the_base_that_they_stand_on() -> None:
     jobs = [job(0, 1, 0, tokens=4), job(1, 2, 20, tokens=4)]
     evicted = [each.item for each in simulate(case(jobs, of), IndexPolicy(of, Settings.for_runs(0))).evictions]
     assert evicted == [1, 0]
+
+
+def test_the_copy_that_a_long_visit_hides_starts_in_its_middle_though_nothing_happens_then() -> None:
+    """Three teachers in the room of two, visits of 10 s, copies of 2 s; jobs of the first two are announced for later, so
+    that neither goes before its time. The third comes as late as it still ends with what there is to do."""
+    of = system([fixed(0), fixed(1), fixed(2)], budget=8)
+    jobs = [job(number, number, tokens=10) for number in range(3)] + [job(3, 0, 100), job(4, 1, 100)]
+    patient = [msgspec.structs.replace(each, deadline_ns=999 * S) for each in jobs]
+    found = simulate(case(patient, of), IndexPolicy(of, Settings.for_runs(visit_tokens=10)))
+    first, second, third = found.visits[:3]
+    assert (first.start_ns, first.end_ns) == (2 * S, 12 * S)
+    assert second.start_ns == first.end_ns and third.start_ns == second.end_ns == 22 * S
+    (copy,) = [copy for copy in found.copies if copy.item == third.teacher]
+    assert 19.9 * S < copy.start_ns < copy.end_ns <= 22 * S

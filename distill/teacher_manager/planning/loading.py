@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -29,6 +30,13 @@ class Load:
     victims: list[int]
     ready_s: float
     """Work that the device has without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """A copy that is to start only when the device's present work is about to end."""
+
+    at_ns: int
 
 
 def candidates(outlook: Outlook, device: int, wanted: Iterable[int], critical: int | None) -> list[Candidate]:
@@ -80,7 +88,7 @@ def held_until_ns(outlook: Outlook, device: int, teacher: int, copy_s: float) ->
     return outlook.now_ns + int(min(patience_s / len(queue.jobs), slack_s) * NS)
 
 
-def choose_load(outlook: Outlook, device: int, wanted: Iterable[int], critical: int | None) -> Load | None:
+def choose_load(outlook: Outlook, device: int, wanted: Iterable[int], critical: int | None) -> Load | Later | None:
     """The best candidate that can come now, if now is the time. The best one with jobs is waited for: another in its
     place would only put it off."""
     ready_s = outlook.ready_s(device)
@@ -96,7 +104,8 @@ def choose_load(outlook: Outlook, device: int, wanted: Iterable[int], critical: 
         if _is_time(outlook, device, candidate, victims, ready_s):
             return Load(device, candidate.teacher, victims, ready_s)
         if candidate.queued:
-            return None
+            wait_s = ready_s - candidate.copy_s - outlook.settings.jitter_s
+            return Later(outlook.now_ns + math.ceil(wait_s * NS)) if wait_s > 0 else None
     return None
 
 

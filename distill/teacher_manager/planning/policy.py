@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 
-from distill.teacher_manager.planning.loading import Load, choose_load, displaced_next, held_until_ns, outstayed
+from distill.teacher_manager.planning.loading import Later, Load, choose_load, displaced_next, held_until_ns, outstayed
 from distill.teacher_manager.planning.outlook import Outlook
 from distill.teacher_manager.planning.roster import Roster
 from distill.teacher_manager.planning.serving import choose_job, choose_stream, stream_jobs, stream_pays, visit_jobs
@@ -90,7 +90,9 @@ class IndexPolicy:
             wanted = roster.wanted(device, critical)
             fits = fits or any(each in roster.absent for each in wanted)
             load = choose_load(outlook, device, wanted, critical)
-            if load is not None and (best is None or load.ready_s < best.ready_s):
+            if isinstance(load, Later):
+                roster.look_again(link, load.at_ns)
+            elif load is not None and (best is None or load.ready_s < best.ready_s):
                 best = load
         if best is not None:
             yield from self._bring(best)

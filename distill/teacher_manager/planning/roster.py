@@ -43,6 +43,8 @@ class Roster:
         """Teachers with jobs that no device holds or is about to, the longest absent first."""
         self.held: dict[int, int] = {}
         """Absent teachers that are left waiting on purpose -> when to look again (ns)."""
+        self._later: dict[int, int] = {}
+        """Idle links over which a copy is to start later -> when (ns)."""
         self._expected: dict[int, None] = {}
         """As `absent`, with rollouts only."""
         self._crowded: dict[int, None] = {}
@@ -84,6 +86,10 @@ class Roster:
             left -= len(self.devices_of[link])
         return links
 
+    def look_again(self, link: int, at_ns: int) -> None:
+        """Whatever happens until then."""
+        self._later[link] = min(at_ns, self._later.get(link, at_ns))
+
     def pass_over(self, link: int) -> None:
         """Nobody who waits fits behind it: others are to be asked before it."""
         del self.open[link]
@@ -94,7 +100,7 @@ class Roster:
         if not self.look and not self.held and self.absent and self._is_quiet() and not self._searched:
             self._searched = True
             self.look.update(self.open)
-        times = list(self.held.values())
+        times = [*self.held.values(), *self._later.values()]
         if self.look:
             times.append(self._outlook.now_ns + 1)
         return min(times, default=None)
@@ -120,6 +126,10 @@ class Roster:
         self.review(news)
         for teacher in news:
             devices.update(dict.fromkeys(self.idle_holders(teacher)))
+        for link in [link for link, at_ns in self._later.items() if at_ns <= outlook.now_ns]:
+            del self._later[link]
+            if link in self.open:
+                self.look[link] = None
         due = [teacher for teacher, at_ns in self.held.items() if at_ns <= outlook.now_ns]
         for teacher in due:
             del self.held[teacher]
