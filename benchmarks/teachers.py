@@ -62,7 +62,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=128, help="tokens of a sample")
     parser.add_argument("--visit", type=int, default=1024, help="tokens a visit, where the link is not slowed down")
     parser.add_argument("--break-even", type=int, default=2048, help="B* that the emulated link gives, in tokens")
-    parser.add_argument("--copies", type=int, default=12, help="work of a teacher in a trace, in B* tokens")
+    parser.add_argument("--copies", type=int, default=8, help="work of a teacher in a trace, in B* tokens")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scratch", type=Path, default=None, help="where the teachers are written, on a disk")
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmarks"))
@@ -129,7 +129,6 @@ def baselines(house: House, args: argparse.Namespace, turns: Turns) -> dict[str,
 
 async def on_a_slow_link(house: House, args: argparse.Namespace, turns: Turns) -> dict[str, Any]:
     """Swap or stream on an emulated link, and traces through the manager, measured and simulated."""
-    costs = house.costs
     with serve(house, room=args.teachers + 0.2, name="wide") as wide:
         turns.start("swapped or streamed on the slow link")
         link = await link_for(house, await speed_of(wide, args), args)

@@ -316,8 +316,8 @@ def test_adapters_leave_before_the_base_that_they_stand_on() -> None:
 
 
 def test_the_copy_that_a_long_visit_hides_starts_in_its_middle_though_nothing_happens_then() -> None:
-    """Three teachers in the room of two, visits of 10 s, copies of 2 s; jobs of the first two are announced for later, so
-    that neither goes before its time. The third comes as late as it still ends with what there is to do."""
+    """Three teachers in the room of two, visits of 10 s, copies of 2 s; jobs of the first two are announced for later,
+    so that neither goes before its time. The third comes as late as it still ends with what there is to do."""
     of = system([fixed(0), fixed(1), fixed(2)], budget=8)
     jobs = [job(number, number, tokens=10) for number in range(3)] + [job(3, 0, 100), job(4, 1, 100)]
     patient = [msgspec.structs.replace(each, deadline_ns=999 * S) for each in jobs]
