@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush
 from itertools import chain, islice
 
 from distill.teacher_manager.planning.outlook import Outlook
@@ -43,8 +44,10 @@ class Roster:
         """Teachers with jobs that no device holds or is about to, the longest absent first."""
         self.held: dict[int, int] = {}
         """Absent teachers that are left waiting on purpose -> when to look again (ns)."""
-        self._later: dict[int, int] = {}
-        """Idle links over which a copy is to start later -> when (ns)."""
+        self._later: list[tuple[int, int]] = []
+        """Heap of (ns, link): when a copy is to start over it, if it is still idle then ..."""
+        self._first_look: dict[int, int] = {}
+        """... and by link the earliest of those."""
         self._expected: dict[int, None] = {}
         """As `absent`, with rollouts only."""
         self._crowded: dict[int, None] = {}
@@ -88,7 +91,9 @@ class Roster:
 
     def look_again(self, link: int, at_ns: int) -> None:
         """Whatever happens until then."""
-        self._later[link] = min(at_ns, self._later.get(link, at_ns))
+        if at_ns < self._first_look.get(link, at_ns + 1):
+            self._first_look[link] = at_ns
+            heappush(self._later, (at_ns, link))
 
     def pass_over(self, link: int) -> None:
         """Nobody who waits fits behind it: others are to be asked before it."""
@@ -100,7 +105,9 @@ class Roster:
         if not self.look and not self.held and self.absent and self._is_quiet() and not self._searched:
             self._searched = True
             self.look.update(self.open)
-        times = [*self.held.values(), *self._later.values()]
+        times = list(self.held.values())
+        if self._later:
+            times.append(self._later[0][0])
         if self.look:
             times.append(self._outlook.now_ns + 1)
         return min(times, default=None)
@@ -126,8 +133,10 @@ class Roster:
         self.review(news)
         for teacher in news:
             devices.update(dict.fromkeys(self.idle_holders(teacher)))
-        for link in [link for link, at_ns in self._later.items() if at_ns <= outlook.now_ns]:
-            del self._later[link]
+        while self._later and self._later[0][0] <= outlook.now_ns:
+            at_ns, link = heappop(self._later)
+            if self._first_look.get(link) == at_ns:
+                del self._first_look[link]
             if link in self.open:
                 self.look[link] = None
         due = [teacher for teacher, at_ns in self.held.items() if at_ns <= outlook.now_ns]
