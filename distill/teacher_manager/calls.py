@@ -56,7 +56,8 @@ class Calls:
         """Item -> streams in a row whose weights were refused."""
 
     async def visit(self, slot: Slot, item: int, works: Sequence[Work], *, stream: bool) -> Outcome:
-        """Do the works, in their order, until one call fails."""
+        """Do the works, in their order, until one call fails. Those of a resident `item` may be for others of its base,
+        too: each request names the object that is to answer it."""
         found, call = Outcome(), works
         try:
             for call in self._calls(works):
@@ -93,10 +94,11 @@ class Calls:
 
     async def _run(self, slot: Slot, item: int, call: Sequence[Work], *, stream: bool) -> None:
         """One request to the server: samples to score together, or one work that writes."""
-        start, files = time.monotonic(), self._catalogue.items[item].files
+        start = time.monotonic()
         requests = [work.score for work in call if work.score is not None]
         if requests:
             if stream:
+                files = self._catalogue.items[item].files
                 replies = await slot.stream(files, self._gate, requests, self._spec, self._config.timeout_s)
                 self.streams += 1
                 self.bad_streams[item] = 0
@@ -109,7 +111,7 @@ class Calls:
         (work,) = call
         written: list[Generation] = []
         for prompts in batches(work.prompts, cost_of_prompt, self._config.call_tokens):
-            written += await slot.generate(files, prompts, self._config.timeout_s)
+            written += await slot.generate(self._catalogue.items[work.item].files, prompts, self._config.timeout_s)
         self._span("eval", start, time.monotonic(), work.teacher, sum(len(each.output_ids) for each in written))
         settle(work, written)
 

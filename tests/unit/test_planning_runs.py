@@ -17,6 +17,7 @@ from distill.teacher_manager.planning.policy import IndexPolicy
 from distill.teacher_manager.planning.serving import visit_jobs
 from distill.teacher_manager.planning.settings import TURN_COPIES, Settings
 from distill.teacher_manager.timeline.case import Case, Device, Job, Kind, Link, System, Teacher
+from distill.teacher_manager.timeline.checker import check
 from distill.teacher_manager.timeline.decisions import (
     Announced,
     Arrived,
@@ -327,3 +328,34 @@ def test_the_copy_that_a_long_visit_hides_starts_in_its_middle_though_nothing_ha
     assert second.start_ns == first.end_ns and third.start_ns == second.end_ns == 22 * S
     (copy,) = [copy for copy in found.copies if copy.item == third.teacher]
     assert 19.9 * S < copy.start_ns < copy.end_ns <= 22 * S
+
+
+ADAPTERS = (teacher(0, 4), *(teacher(id, 1, Kind.LORA, 0) for id in (1, 2, 3)))
+
+
+def of_adapters(visit_tokens: int) -> Schedule:
+    """A base that is a teacher too and three adapters, all of which have room; two jobs of 2 tokens each, after a first
+    one of each that has it copied."""
+    jobs = [job(id, id, tokens=1) for id in range(4)] + [job(4 + id, id % 4, 60, tokens=2) for id in range(8)]
+    of = system(ADAPTERS, budget=7)
+    patient = [msgspec.structs.replace(each, deadline_ns=999 * S + each.id) for each in jobs]
+    trace = case(patient, of)
+    found = simulate(trace, IndexPolicy(of, Settings.for_runs(visit_tokens)))
+    assert check(trace, found) == []
+    return found
+
+
+def test_adapters_of_one_base_fill_a_visit_together() -> None:
+    late = [visit for visit in of_adapters(16).visits if visit.start_ns >= 60 * S]
+    assert [(visit.start_ns, visit.end_ns) for visit in late] == [(60 * S, 76 * S)]
+    assert sorted(late[0].jobs) == list(range(4, 12))
+
+
+def test_a_visit_takes_jobs_of_other_adapters_in_the_room_that_its_own_leave() -> None:
+    late = [visit for visit in of_adapters(6).visits if visit.start_ns >= 60 * S]
+    own = [sum(id % 4 == visit.teacher for id in visit.jobs) for visit in late]
+    assert [len(visit.jobs) for visit in late] == [3, 3, 2] and own == [2, 1, 2]
+
+
+def test_without_batches_each_visit_is_one_job_of_one_adapter() -> None:
+    assert {len(visit.jobs) for visit in of_adapters(0).visits} == {1}

@@ -24,6 +24,7 @@ from tests.builders_timeline import S, case, job, system, teacher
 JOBS = (job(0, 0, 0, 3), job(1, 1, 1, 1))
 DENSE = (teacher(0), teacher(1))
 LORA = (teacher(0, 2, Kind.BASE), teacher(1, 2, Kind.LORA, 0))
+LORAS = (*LORA, teacher(2, 2, Kind.LORA, 0))
 
 
 def copy(item: int, start_s: float, end_s: float, *, device: int = 0, link: int = 0, from_disk: int = 0) -> CopyRow:
@@ -45,6 +46,8 @@ def evict(item: int, at_s: float) -> EvictionRow:
 
 
 COPY_0, COPY_1 = copy(0, 0, 2), copy(1, 2, 4)
+COPIED = [copy(0, 0, 1), copy(1, 1, 2), copy(2, 2, 3)]
+"""The objects of LORAS."""
 VISIT_0, VISIT_1 = visit(0, [0], 2, 5), visit(1, [1], 5, 6)
 
 
@@ -82,6 +85,10 @@ RIGHT = {
         small([job(0, 1)], LORA),
         rows([copy(0, 0, 1), copy(1, 1, 2)], [visit(1, [0], 2, 3)]),
     ),
+    "two adapters in one visit": (
+        small([job(0, 1), job(1, 2)], LORAS),
+        rows(COPIED, [visit(1, [0, 1], 3, 5)], [evict(2, 5)]),
+    ),
     "a disk": (
         small(host=HostTier(4, 1, initial=(0,))),
         rows([COPY_0, copy(1, 2, 6, from_disk=1)], [VISIT_0, visit(1, [1], 6, 7)]),
@@ -104,6 +111,7 @@ WRONG = [
     (Rule.ARRIVAL, small(), rows(visits=[VISIT_0, VISIT_1, visit(1, [], 6, 6)])),
     (Rule.TEACHER, small(), rows(visits=[VISIT_0, visit(0, [1], 5, 6)])),
     (Rule.TEACHER, small([job(0, 1)], LORA), rows([], [stream(1, [0], 0, 1.25)])),
+    (Rule.TEACHER, small([job(0, 0), job(1, 1)]), rows(visits=[visit(0, [0, 1], 4, 6)])),
     (Rule.LENGTH, small(), rows(visits=[VISIT_0, visit(1, [1], 5, 7)])),
     (Rule.LENGTH, small(), rows([COPY_0, copy(1, 2, 3.5)])),
     (Rule.LENGTH, small(budget=2), rows([], [stream(0, [0], 0, 3.5), stream(1, [1], 3.5, 5.5)])),
@@ -128,6 +136,8 @@ WRONG = [
     (Rule.RESIDENT, small(), rows([COPY_0])),
     (Rule.RESIDENT, small(), rows(visits=[VISIT_0, visit(1, [1], 5, 6)], copies=[COPY_0, copy(1, 4, 6)])),
     (Rule.RESIDENT, small([job(0, 1)], LORA), rows([copy(1, 0, 1)], [visit(1, [0], 1, 2)])),
+    (Rule.RESIDENT, small([job(0, 1), job(1, 2)], LORAS), rows(COPIED[:2], [visit(1, [0, 1], 3, 5)])),
+    (Rule.EVICTION, small([job(0, 1), job(1, 2)], LORAS), rows(COPIED, [visit(1, [0, 1], 3, 5)], [evict(2, 4)])),
     (Rule.BUDGET, small(budget=7), rows()),
     (Rule.BUDGET, small(budget=5), rows([COPY_0], [VISIT_0, stream(1, [1], 5, 7.25)])),
 ]

@@ -165,6 +165,24 @@ def test_an_adapter_is_usable_only_while_its_base_is_there() -> None:
         made.evict(0, 0, 5 * S)
 
 
+def test_adapters_of_one_base_share_a_visit_and_none_of_them_goes_meanwhile() -> None:
+    made = Fleet(system(LORA))
+    for each in (job(0, 1, tokens=2), job(1, 2, tokens=3)):
+        made.arrive(each)
+    load(made, 0)
+    load(made, 1, now_ns=2 * S)
+    with pytest.raises(IllegalDecision, match=r"objects \[2\] are not resident"):
+        made.start_visit(0, 1, (0, 1), 3 * S)
+    load(made, 2, now_ns=3 * S)
+    assert made.start_visit(0, 1, (0, 1), 4 * S).end_ns == 9 * S
+    for item in (0, 1, 2):
+        with pytest.raises(IllegalDecision, match="a visit uses it"):
+            made.evict(0, item, 5 * S)
+    made.fail_visit(0, [1], 9 * S)
+    assert list(made.waiting) == [1] and made.devices[0].resident == dict.fromkeys((0, 1, 2), 9 * S)
+    made.evict(0, 2, 9 * S)
+
+
 def test_a_stream_gives_the_link_back_before_its_last_layer_is_computed() -> None:
     made = Fleet(system([teacher(0, 4)]))
     made.arrive(job(0, 0, tokens=6))

@@ -55,8 +55,11 @@ class Queue:
     def shortest(self) -> Job:
         return self._top(self._lengths)
 
+    def first_due(self) -> Job:
+        return self._top(self._deadlines)
+
     def first_deadline_ns(self) -> int:
-        return self._top(self._deadlines).deadline_ns
+        return self.first_due().deadline_ns
 
     def retimed(self) -> None:
         """Speeds changed."""

@@ -12,10 +12,18 @@ from itertools import islice
 from distill.teacher_manager.planning.loading import Later, Load, choose_load, displaced_next, held_until_ns, outstayed
 from distill.teacher_manager.planning.outlook import Outlook
 from distill.teacher_manager.planning.roster import Roster
-from distill.teacher_manager.planning.serving import choose_job, choose_stream, stream_jobs, stream_pays, visit_jobs
+from distill.teacher_manager.planning.serving import (
+    choose_job,
+    choose_stream,
+    companions,
+    jobs_within,
+    stream_jobs,
+    stream_pays,
+    visit_jobs,
+)
 from distill.teacher_manager.planning.settings import Settings
 from distill.teacher_manager.planning.urgency import critical_teacher
-from distill.teacher_manager.timeline.case import System
+from distill.teacher_manager.timeline.case import Job, System
 from distill.teacher_manager.timeline.decisions import Copy, Decision, Event, Evict, Stream, Visit, Wake
 from distill.teacher_manager.timeline.fleet import Fleet
 
@@ -77,10 +85,19 @@ class IndexPolicy:
         displaced = set(displaced_next(outlook, device, roster.wanted(device, critical), critical))
         job = choose_job(outlook, device, displaced, stressed=critical is not None, without=without)
         if job is not None:
-            idle = sum(1 for _ in roster.idle_holders(job.teacher)) if outlook.settings.visit_tokens else 1
-            jobs = visit_jobs(outlook, job, idle)
+            jobs = self._batch(device, job, without) if outlook.settings.visit_tokens else [job]
             roster.starts(device, jobs)
             yield Visit(device, job.teacher, tuple(each.id for each in jobs))
+
+    def _batch(self, device: int, first: Job, without: Collection[int]) -> list[Job]:
+        """A visit: the jobs of its teacher, and in the room that is left those of others in the same forward pass."""
+        outlook, roster = self._outlook, self._roster
+        jobs = visit_jobs(outlook, first, sum(1 for _ in roster.idle_holders(first.teacher)))
+        for teacher in companions(outlook, device, first.teacher, without):
+            left = outlook.settings.visit_tokens - sum(job.tokens for job in jobs)
+            idle = sum(1 for _ in roster.idle_holders(teacher))
+            jobs += jobs_within(outlook, outlook.demand.queues[teacher].first_due(), left, idle)
+        return jobs
 
     def _load(self, link: int, critical: int | None) -> Iterator[Decision]:
         """The device that runs dry first goes first."""

@@ -73,7 +73,7 @@ class Roster:
         """A visit."""
         self._serving[device] = tuple(jobs)
         self._outlook.demand.take(jobs)
-        self.review([jobs[0].teacher])
+        self.review({job.teacher for job in jobs})
         del self.idle[device]
 
     def next_links(self, first: Iterable[int]) -> list[int]:

@@ -62,12 +62,28 @@ def visit_jobs(outlook: Outlook, first: Job, idle: int) -> list[Job]:
     The group of `first` goes first, then the others by their earliest deadlines; inside a group they go by id. What is
     too long for the room that is left is left out, not what comes behind it.
     """
-    limit = outlook.settings.visit_tokens
-    if limit <= first.tokens:
-        return [first]
+    return jobs_within(outlook, first, outlook.settings.visit_tokens, idle) or [first]
+
+
+def companions(outlook: Outlook, device: int, teacher: int, without: Collection[int]) -> list[int]:
+    """Other teachers with jobs that the same forward pass can serve there, those that are due first before the others:
+    adapters of one base, and the base. None that needs an object in `without`."""
+    system, queues = outlook.system, outlook.demand.queues
+    found = [
+        each
+        for each in outlook.ready(device)
+        if each != teacher and system.share_a_pass(each, teacher) and not set(system.needs[each]) & set(without)
+    ]
+    return sorted(found, key=lambda each: (queues[each].first_deadline_ns(), each))
+
+
+def jobs_within(outlook: Outlook, first: Job, limit: int, idle: int) -> list[Job]:
+    """As `visit_jobs`, in `limit` tokens; none where `first` takes more."""
+    if limit < first.tokens:
+        return []
     queue, demand = outlook.demand.queues[first.teacher], outlook.demand
     tokens = queue.work * first.tokens // demand.work(first)
-    limit = min(limit, ceil_div(tokens, idle))
+    limit = max(first.tokens, min(limit, ceil_div(tokens, idle)))
     groups: dict[int, list[Job]] = {}
     for job in queue.jobs.values():
         groups.setdefault(demand.groups.get(job.id, ~job.id), []).append(job)  # one without a group is its own

@@ -114,6 +114,10 @@ class System:
         """By teacher: the objects that a resident visit needs, in the order in which they are copied."""
         return tuple((each.id,) if each.base is None else (each.base, each.id) for each in self.teachers)
 
+    def share_a_pass(self, one: int, other: int) -> bool:
+        """Whether one forward pass can serve both where they are resident: adapters of one base, and the base."""
+        return self.needs[one][0] == self.needs[other][0]
+
     def service_ns(self, tokens: int, teacher: int, device: int) -> int:
         """Compute time of one job: 2 FLOPs a token and active parameter."""
         flops = 2 * tokens * self.teachers[teacher].active_params

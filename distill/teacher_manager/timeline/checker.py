@@ -108,7 +108,9 @@ def _job_faults(case: Case, visits: Sequence[VisitRow]) -> Iterator[Fault]:
         if not visit.jobs:
             yield Fault(Rule.ARRIVAL, f"visits[{index}] has no jobs")
         for job in (case.jobs[id] for id in visit.jobs):
-            if job.teacher != visit.teacher:
+            if job.teacher != visit.teacher and (
+                visit.mode is Mode.STREAM or not _one_base(case, job.teacher, visit.teacher)
+            ):
                 yield Fault(Rule.TEACHER, f"visits[{index}], job {job.id} of teacher {job.teacher}")
             if job.arrival_ns > visit.start_ns:
                 yield Fault(Rule.ARRIVAL, f"visits[{index}], job {job.id} arrives at {job.arrival_ns} ns")
@@ -120,8 +122,15 @@ def _up(numerator: int, denominator: int) -> int:
 
 def _work_ns(case: Case, visit: VisitRow) -> int:
     """Each job is rounded up by itself."""
-    params, speed = case.system.teachers[visit.teacher].active_params, case.system.devices[visit.device].flops_per_s
-    return sum(_up(2 * case.jobs[id].tokens * params * 1_000_000_000, speed) for id in visit.jobs)
+    teachers, speed = case.system.teachers, case.system.devices[visit.device].flops_per_s
+    jobs = [case.jobs[id] for id in visit.jobs]
+    return sum(_up(2 * job.tokens * teachers[job.teacher].active_params * 1_000_000_000, speed) for job in jobs)
+
+
+def _one_base(case: Case, one: int, other: int) -> bool:
+    """Adapters of one base, and that base, are served by one forward pass."""
+    bases = [each.id if each.base is None else each.base for each in (case.system.teachers[t] for t in (one, other))]
+    return bases[0] == bases[1]
 
 
 def _bytes_ns(case: Case, transfer: _Transfer) -> int:
@@ -253,6 +262,7 @@ class _DeviceReplay:
         self.faults: list[Fault] = []
         self._teachers = case.system.teachers
         self._devices = case.system.devices
+        self._jobs = case.jobs
         self._held: dict[int, bool] = {}
         """Object -> it is usable, not still coming."""
         self._visits: list[VisitRow] = []
@@ -292,8 +302,9 @@ class _DeviceReplay:
         self._held.pop(row.item, None)
 
     def _needed(self, visit: VisitRow) -> set[int]:
-        base = self._teachers[visit.teacher].base
-        return {visit.teacher} if base is None else {visit.teacher, base}
+        teachers = {visit.teacher, *(self._jobs[id].teacher for id in visit.jobs)}
+        bases = {self._teachers[teacher].base for teacher in teachers}
+        return teachers | {base for base in bases if base is not None}
 
     def _weigh(self, device: int, t_ns: int) -> None:
         total = sum(self._teachers[item].bytes for item in self._held)

@@ -43,6 +43,8 @@ class DeviceState:
     """Its end is what the model expects."""
     serving: tuple[Job, ...] = ()
     """The jobs of the visit."""
+    in_use: frozenset[int] = frozenset()
+    """The objects that the visit needs to be resident."""
     lost: bool = False
 
 
@@ -80,8 +82,7 @@ class Fleet:
         return self._host.holds(item) or not self._host.disk_is_busy
 
     def is_in_use(self, device: int, item: int) -> bool:
-        visit = self.devices[device].visit
-        return visit is not None and visit.mode is Mode.RESIDENT and item in self.system.needs[visit.teacher]
+        return item in self.devices[device].in_use
 
     # Changes: each checks its rules first.
 
@@ -153,13 +154,16 @@ class Fleet:
         return EvictionRow(device, item, now_ns)
 
     def start_visit(self, device: int, teacher: int, jobs: tuple[int, ...], now_ns: int) -> VisitRow:
+        """Jobs may also be for teachers that share a forward pass with `teacher`."""
         state = self._device(device)
         what = f"visit to teacher {teacher} on device {device} at {now_ns} ns"
-        self._require_visit(state, teacher, jobs, what)
-        missing = self.missing(device, teacher)
+        self._require_visit(state, teacher, jobs, what, alone=False)
+        teachers = dict.fromkeys([teacher, *(self.waiting[id].teacher for id in jobs)])
+        missing = {item for each in teachers for item in self.missing(device, each)}
         if missing:
-            raise IllegalDecision(f"{what}: objects {missing} are not resident")
-        end_ns = now_ns + self.system.devices[device].call_ns + self._take(state, teacher, jobs)
+            raise IllegalDecision(f"{what}: objects {sorted(missing)} are not resident")
+        end_ns = now_ns + self.system.devices[device].call_ns + self._take(state, jobs)
+        state.in_use = frozenset(item for each in teachers for item in self.system.needs[each])
         state.visit = VisitRow(device, teacher, Mode.RESIDENT, now_ns, end_ns, jobs)
         return state.visit
 
@@ -167,7 +171,7 @@ class Fleet:
         """The link's release is in `transfers`."""
         state = self._device(device)
         what = f"stream of teacher {teacher} on device {device} at {now_ns} ns"
-        self._require_visit(state, teacher, jobs, what)
+        self._require_visit(state, teacher, jobs, what, alone=True)
         if self.system.teachers[teacher].kind not in (Kind.DENSE, Kind.MOE):
             raise IllegalDecision(f"{what}: only dense and moe teachers are streamed")
         if self.system.devices[device].holds_one or not self.system.teachers[teacher].can_stream:
@@ -177,7 +181,7 @@ class Fleet:
             raise IllegalDecision(f"{what}: its buffers take {buffers} bytes, {state.free_bytes} are free")
         self._require_idle_link(state, teacher, what)
         from_disk = self._host.begin(teacher, now_ns)
-        times = self.system.stream_times(teacher, device, self._take(state, teacher, jobs), from_disk=from_disk)
+        times = self.system.stream_times(teacher, device, self._take(state, jobs), from_disk=from_disk)
         self.transfers[state.link] = Transfer(state.link, device, teacher, from_disk, now_ns + times.link_ns)
         state.free_bytes -= buffers
         self._streamed_ns = now_ns
@@ -246,10 +250,9 @@ class Fleet:
         assert state.visit is not None
         if state.visit.mode is Mode.STREAM:
             state.free_bytes += self.system.stream_bytes(state.visit.teacher)
-        else:
-            for item in self.system.needs[state.visit.teacher]:
-                state.resident[item] = now_ns
-        state.visit, state.serving = None, ()
+        for item in state.in_use:
+            state.resident[item] = now_ns
+        state.visit, state.serving, state.in_use = None, (), frozenset()
 
     def _device(self, device: int) -> DeviceState:
         if not 0 <= device < len(self.devices):
@@ -263,7 +266,7 @@ class Fleet:
             busy = "the disk" if self.transfers[state.link] is None else f"link {state.link}"
             raise IllegalDecision(f"{what}: {busy} is busy")
 
-    def _require_visit(self, state: DeviceState, teacher: int, jobs: Iterable[int], what: str) -> None:
+    def _require_visit(self, state: DeviceState, teacher: int, jobs: Iterable[int], what: str, *, alone: bool) -> None:
         if state.visit is not None:
             raise IllegalDecision(f"{what}: it is on a visit to teacher {state.visit.teacher}")
         seen: set[int] = set()
@@ -271,13 +274,13 @@ class Fleet:
             job = self.waiting.get(id)
             if job is None or id in seen:
                 raise IllegalDecision(f"{what}: job {id} has not arrived, or was given out")
-            if job.teacher != teacher:
+            if job.teacher != teacher and (alone or not self.system.share_a_pass(job.teacher, teacher)):
                 raise IllegalDecision(f"{what}: job {id} is for teacher {job.teacher}")
             seen.add(id)
         if not seen:
             raise IllegalDecision(f"{what}: it has no jobs")
 
-    def _take(self, state: DeviceState, teacher: int, jobs: Iterable[int]) -> int:
+    def _take(self, state: DeviceState, jobs: Iterable[int]) -> int:
         """Takes the jobs from `waiting`; the sum of their services in ns."""
         state.serving = tuple(self.waiting.pop(id) for id in jobs)
-        return sum(self.system.service_ns(job.tokens, teacher, state.id) for job in state.serving)
+        return sum(self.system.service_ns(job.tokens, job.teacher, state.id) for job in state.serving)

@@ -84,7 +84,7 @@ def _completions(case: Case, visits: Sequence[VisitRow]) -> tuple[dict[int, int]
     for visit in visits:
         t_ns = visit.start_ns
         for id in visit.jobs:
-            t_ns += case.system.service_ns(case.jobs[id].tokens, visit.teacher, visit.device)
+            t_ns += case.system.service_ns(case.jobs[id].tokens, case.jobs[id].teacher, visit.device)
             completions[id] = t_ns if visit.mode is Mode.RESIDENT else visit.end_ns
         work_ns.append(t_ns - visit.start_ns)
     return completions, work_ns
