@@ -14,8 +14,11 @@ EMBEDDED = "distill-embedded"
 """What the embedded server calls itself."""
 
 
-def describe_server(server: Mapping[str, Any], model: Mapping[str, Any], label: str) -> ServerInfo:
-    """Raises ServerError when the vocabulary or the context length cannot be learnt.
+def describe_server(
+    server: Mapping[str, Any], model: Mapping[str, Any], label: str, *, assumed_vocab: int | None = None
+) -> ServerInfo:
+    """Raises ServerError when the vocabulary or the context length cannot be learnt. `assumed_vocab`: what to take the
+    vocabulary to be where nobody tells.
 
     SGLang names neither the vocabulary nor, unless it was set, the context length: they are read from the model's
     config.json, which has to be visible here. Its /server_info holds the weight version of its start, /model_info the
@@ -24,7 +27,7 @@ def describe_server(server: Mapping[str, Any], model: Mapping[str, Any], label: 
     program = str(server.get("program", "sglang"))
     model_path = str(model.get("model_path") or server.get("model_path") or "")
     config = {} if "vocab_size" in server and server.get("context_length") else _model_config(model_path)
-    vocab_size = server.get("vocab_size") or config.get("vocab_size")
+    vocab_size = server.get("vocab_size") or config.get("vocab_size") or assumed_vocab
     context_length = server.get("context_length") or config.get("max_position_embeddings")
     if not vocab_size or not context_length:
         missing = "context length" if vocab_size else "vocabulary size"

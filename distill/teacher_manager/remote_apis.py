@@ -224,14 +224,13 @@ class _Elsewhere(ServerClient):
         self._key = key
 
     async def info(self) -> ServerInfo:
-        """As `ServerClient.info`; what SGLang leaves to the model's config.json comes from /v1/models and the
-        tokenizer."""
+        """As `ServerClient.info`; what SGLang leaves to a config.json that is not visible here comes from /v1/models and
+        the tokenizer."""
         server = await self.json("GET", "/server_info", None, _QUICK_S)
         model = await self.json("GET", "/model_info", None, _QUICK_S)
         if not server.get("context_length"):
             server["context_length"] = await self._longest()
-        server.setdefault("vocab_size", self._ids)
-        self._last_info = describe_server(server, model, self.label)
+        self._last_info = describe_server(server, model, self.label, assumed_vocab=self._ids)
         return self._last_info
 
     async def _longest(self) -> int | None:

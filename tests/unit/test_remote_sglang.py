@@ -1,4 +1,5 @@
-"""A teacher behind a URL that speaks SGLang's API: the embedded server as a process of its own."""
+"""A teacher behind a URL that speaks SGLang's API: the embedded server as a process of its own, and SGLang itself where
+DISTILL_SGLANG_PYTHON names an interpreter that has it."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Generator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,19 @@ from tests.builders_serving import (
     save_tiny_llama,
 )
 
+SGLANG_PYTHON = os.environ.get("DISTILL_SGLANG_PYTHON")
+PROGRAMS = [
+    "embedded",
+    pytest.param(
+        "sglang",
+        marks=[
+            pytest.mark.sglang,
+            pytest.mark.skipif(
+                SGLANG_PYTHON is None, reason="DISTILL_SGLANG_PYTHON names no interpreter that has SGLang"
+            ),
+        ],
+    ),
+]
 SAMPLED = SignalSpec(Signal.SAMPLED)
 SPECS = [
     SAMPLED,
@@ -55,17 +69,30 @@ class Served:
         await client.close()
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("sglang")
+@contextmanager
+def serving(program: str, folder: Path) -> Generator[Served]:
     model, other = save_tiny_llama(folder / "model", seed=1), save_tiny_llama(folder / "other", seed=2)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    host = launcher("embedded", model, folder / "logs", port=port)
+    python = Path(SGLANG_PYTHON) if program == "sglang" and SGLANG_PYTHON else None
+    host = launcher(program, model, folder / "logs", port=port, python=python)
     try:
         yield Served(host.start().url, host, model, other)
     finally:
         host.stop()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving("embedded", tmp_path_factory.mktemp("sglang")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module", params=PROGRAMS)
+def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The embedded server, or SGLang itself."""
+    with serving(request.param, tmp_path_factory.mktemp(request.param)) as found:
+        yield found
 
 
 @asynccontextmanager
@@ -102,13 +129,13 @@ def asked(spec: SignalSpec) -> list[ScoreRequest]:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.signal}-{spec.support}")
-async def test_scores_of_every_signal_are_those_of_the_model(served: Served, spec: SignalSpec) -> None:
+async def test_scores_of_every_signal_are_those_of_the_model(either: Served, spec: SignalSpec) -> None:
     requests = asked(spec)
-    async with teacher(served, spec) as remote:
+    async with teacher(either, spec) as remote:
         found = await remote.score(requests, spec)
         assert (remote.context_length, remote.caps.max_k) == (CONTEXT, VOCAB)
     for request, scores in zip(requests, found, strict=True):
-        rows_RV = reference_logprobs(served.model, request.input_ids)[-6:-1]
+        rows_RV = reference_logprobs(either.model, request.input_ids)[-6:-1]
         np.testing.assert_allclose(scores.logprobs, rows_RV[np.arange(5), request.input_ids[-5:]], atol=1e-4)
         if scores.full_logprobs is not None:
             np.testing.assert_allclose(scores.full_logprobs, rows_RV, atol=1e-4)
@@ -118,40 +145,40 @@ async def test_scores_of_every_signal_are_those_of_the_model(served: Served, spe
             np.testing.assert_allclose(scores.topk_logprobs[used], expected[used], atol=1e-4)
 
 
-async def test_a_teacher_writes_with_the_weights_of_the_first_look(served: Served) -> None:
+async def test_a_teacher_writes_with_the_weights_of_the_first_look(either: Served) -> None:
     prompt = np.array([5, 9, 4], np.int32)
-    async with teacher(served) as remote:
+    async with teacher(either) as remote:
         await remote.start()
         (written,) = await remote.generate([GenerateRequest("g", prompt, 5, temperature=0.0)])
-    np.testing.assert_array_equal(written.output_ids, reference_greedy(served.model, prompt, 5))
+    np.testing.assert_array_equal(written.output_ids, reference_greedy(either.model, prompt, 5))
 
 
-async def test_weights_that_change_during_a_run_are_an_error(served: Served) -> None:
-    async with teacher(served) as remote:
+async def test_weights_that_change_during_a_run_are_an_error(either: Served) -> None:
+    async with teacher(either) as remote:
         await remote.score(asked(SAMPLED), SAMPLED)
         try:
-            await served.load(served.model, "v1")
+            await either.load(either.model, "v1")
             with pytest.raises(TeacherError, match="the reply comes from weight version 'v1', 'v0' was expected"):
                 await remote.score(asked(SAMPLED), SAMPLED)
             with pytest.raises(TeacherError, match="holds the weights 'v1', and held 'v0' when the run first asked"):
                 await remote.health()
         finally:
-            await served.load(served.model, "v0")
+            await either.load(either.model, "v0")
 
 
-async def test_another_model_under_the_same_version_is_noticed(served: Served) -> None:
-    async with teacher(served) as remote:
+async def test_another_model_under_the_same_version_is_noticed(either: Served) -> None:
+    async with teacher(either) as remote:
         await remote.score(asked(SAMPLED), SAMPLED)
         try:
-            await served.load(served.other, "v0")
+            await either.load(either.other, "v0")
             with pytest.raises(TeacherError, match=r"its canary moved by [\d.]+ nat"):
                 await remote.score(asked(SAMPLED), SAMPLED)
         finally:
-            await served.load(served.model, "v0")
+            await either.load(either.model, "v0")
 
 
-async def test_a_vocabulary_that_does_not_fit_is_refused(served: Served) -> None:
-    async with teacher(served, vocab_size=VOCAB + 1) as remote:
+async def test_a_vocabulary_that_does_not_fit_is_refused(either: Served) -> None:
+    async with teacher(either, vocab_size=VOCAB + 1) as remote:
         with pytest.raises(ConfigError, match=rf"a vocabulary of {VOCAB} ids, and .*tokenizer one of {VOCAB + 1}"):
             await remote.start()
 
