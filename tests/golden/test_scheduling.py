@@ -39,10 +39,11 @@ def test_no_family_and_no_case_is_left_out() -> None:
     assert names == {f"{family}/{path.name}" for family, paths in find(DATA).items() for path in paths}
 
 
-@pytest.mark.parametrize("family", ["A", "B", "D"])
-def test_every_number_of_a_family_is_reproduced(family: str) -> None:
-    [report] = run_families({family: find(DATA)[family]}, Table())
-    assert report.cases == CASES[family] and report.numbers > report.cases
+@pytest.mark.parametrize(("family", "cases"), [("A", 4), ("B", 1), ("D", 1)])
+def test_every_number_of_the_first_cases_is_reproduced(family: str, cases: int) -> None:
+    """`python -m tests.golden.scheduling` takes all of them."""
+    [report] = run_families({family: find(DATA)[family][:cases]}, Table())
+    assert report.cases == cases and report.numbers > cases
     assert not report.failures
 
 

@@ -43,6 +43,7 @@ def start(folder: Path, *overrides: str) -> Run:
     return Run(folder / "out", f"run.dir={folder / 'out'}", *overrides)
 
 
+@pytest.mark.slow
 def test_three_experts_become_one_student(tmp_path: Path) -> None:
     run = start(tmp_path)
     assert run.wait(DEADLINE_S) == 0, run.output()[-3000:]

@@ -149,6 +149,7 @@ def test_a_server_that_cannot_start_ends_the_run_with_its_own_words(tmp_path: Pa
     assert run.result()["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_does_not_end_the_run(tmp_path: Path) -> None:
     write_run(tmp_path, trainer={"steps": 2})
     command = f"{sys.executable} -m distill.cli.run teachers.yaml"

@@ -46,6 +46,7 @@ def test_every_kind_of_signal_trains_over_two_servers_and_two_slots(tmp_path: Pa
     assert any(row.get("publish/receivers") == 2 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_hidden_states_what_it_learns_from_rows(tmp_path: Path) -> None:
     """Synchronous, so that both runs ask for the same samples; one teacher at another temperature."""
     losses: list[list[float]] = []

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(280)
 DEADLINE_S = 150.0
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_a_killed_rank_ends_the_run_at_once_by_name_and_sharded_ranks_go_on_to_the_end(tmp_path: Path) -> None:
     path = write_run(
