@@ -64,8 +64,8 @@ class Calls:
                 found.tokens += sum(work.tokens for work in call if work.score is not None)
                 found.distrust = await self._run_or_doubt(slot, item, call, stream=stream) or found.distrust
         except (ServerError, TeacherError) as error:
-            name = self._catalogue.items[item].files.name
-            self._event("warning", f"{slot.name}: {len(call)} requests for {name} failed: {error.what}")
+            names = ", ".join(sorted({work.teacher for work in call}))
+            self._event("warning", f"{slot.name}: {len(call)} requests for {names} failed: {error.what}")
             found.distrust, found.error, found.blamed = error.what, error, call
             self.bad_streams[item] += stream and isinstance(error, TeacherError)
         return found

@@ -6,6 +6,7 @@ a LoRA adapter stands on that of its base, which may be a teacher too.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -66,6 +67,17 @@ class Catalogue:
             for members in found.values()
         )
         self.item_of = {name: number for number, item in enumerate(self.items) for name in item.teachers}
+        self._teachers_on = Counter(self._ground(number) for number in self.item_of.values())
+        """Item without a base -> teachers that it, or an adapter on it, serves."""
+
+    def shares_calls(self, item: int) -> bool:
+        """Whether a call may ask it for several teachers, of one sample too: they are one object, or of one base."""
+        return self._teachers_on[self._ground(item)] > 1
+
+    def _ground(self, item: int) -> int:
+        """The base that it stands on, or itself."""
+        base = self.items[item].base
+        return item if base is None else base
 
     @cached_property
     def sources(self) -> tuple[WeightSource, ...]:

@@ -257,8 +257,8 @@ class TeacherManager:
         if item == ELSEWHERE:
             return request
         served, temperature = self._catalogue.items[item], self._catalogue.teachers[teacher].temperature
-        # several teachers of one sample may be one object: their requests share a call, and need names of their own
-        name = f"{request.id} ({teacher})" if len(served.teachers) > 1 else request.id
+        # teachers of one sample may share a call: their requests need names of their own there
+        name = f"{request.id} ({teacher})" if self._catalogue.shares_calls(item) else request.id
         return replace(request, id=name, teacher=served.files.name, temperature=temperature)
 
     def _submit(

@@ -224,8 +224,8 @@ class _Elsewhere(ServerClient):
         self._key = key
 
     async def info(self) -> ServerInfo:
-        """As `ServerClient.info`; what SGLang leaves to a config.json that is not visible here comes from /v1/models and
-        the tokenizer."""
+        """As `ServerClient.info`; what SGLang leaves to a config.json that cannot be seen here comes from /v1/models
+        and the tokenizer."""
         server = await self.json("GET", "/server_info", None, _QUICK_S)
         model = await self.json("GET", "/model_info", None, _QUICK_S)
         if not server.get("context_length"):

@@ -359,3 +359,24 @@ def test_a_visit_takes_jobs_of_other_adapters_in_the_room_that_its_own_leave() -
 
 def test_without_batches_each_visit_is_one_job_of_one_adapter() -> None:
     assert {len(visit.jobs) for visit in of_adapters(0).visits} == {1}
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20), st.integers(1, 4)), min_size=1, max_size=16),
+    visit_tokens=st.integers(1, 12),
+    budget=st.integers(5, 8),
+)
+def test_a_visit_of_several_adapters_is_legal_keeps_to_its_tokens_and_serves_its_own_teacher_first(
+    rows: list[tuple[int, int, int]], visit_tokens: int, budget: int
+) -> None:
+    of = system(ADAPTERS, budget=budget)
+    jobs = [job(id, *row[:2], tokens=row[2]) for id, row in enumerate(sorted(rows, key=lambda row: row[1]))]
+    trace = case(jobs, of)
+    found = simulate(trace, IndexPolicy(of, Settings.for_runs(visit_tokens)))
+    assert check(trace, found) == []
+    assert sorted(id for visit in found.visits for id in visit.jobs) == [each.id for each in jobs]
+    for visit in found.visits:
+        tokens = [jobs[id].tokens for id in visit.jobs]
+        assert len(tokens) == 1 or sum(tokens) <= visit_tokens
+        own = [jobs[id].teacher == visit.teacher for id in visit.jobs]
+        assert own[0] and own == sorted(own, reverse=True)

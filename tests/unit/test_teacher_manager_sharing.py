@@ -104,6 +104,17 @@ def test_an_adapter_stands_on_its_base_and_a_base_that_is_a_teacher_is_one_objec
     assert [teacher.can_stream for teacher in system.teachers] == [True, False, True]
 
 
+def test_teachers_share_calls_where_they_are_one_object_or_of_one_base(tmp_path: Path) -> None:
+    base, first, second, alone, plain, other = open_teachers(
+        tmp_path, "base", "first", "second", "alone", "plain", "other"
+    )
+    twin = Teacher.open("twin", plain.folder)
+    lonely = Teacher.open("lonely", alone.folder)
+    catalogue = Catalogue([first, second, lonely, plain, twin], {"first": base, "second": base, "lonely": other})
+    shares = {name: catalogue.shares_calls(item) for name, item in catalogue.item_of.items()}
+    assert shares == {"first": True, "second": True, "lonely": False, "plain": True, "twin": True}
+
+
 def test_a_budget_counts_the_base_of_an_adapter_too_and_what_streams_needs_less(tmp_path: Path) -> None:
     base, own = open_teachers(tmp_path, "base", "own")
     catalogue = Catalogue([own], {"own": base})
