@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distill import registry
+from distill.cli import mesh_topo
 from distill.cli.program import Parser, run_program, say
 from distill.errors import EnvironmentFault, MeshError
 from distill.transfermesh.bench import BenchPlan, BenchRow, as_json, bench, parse_size, table
@@ -33,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="exit codes: 0 done, 2 wrong arguments, 3 the machine cannot, 4 weights did not arrive right",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    mesh_topo.add(commands)
     doctor = commands.add_parser("doctor", help="try each transport on this machine and say what is missing")
     doctor.set_defaults(run=_doctor)
     plan = BenchPlan()
